@@ -1,0 +1,97 @@
+"""Closed schemas and strict files: a key that nobody reads is an error, with the nearest name that exists.
+
+`StrictModel` forbids unknown keys and lax conversions ("true" is not a boolean, null is not a number). `load_json` refuses
+a key given twice. `validate` turns pydantic's report into one `UserError` that names file, key, value and expectation.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any, TypeVar, get_args
+
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from mm_models.errors import UserError, nearest
+
+
+class StrictModel(BaseModel):
+    """Base of every configuration schema: closed, strict, frozen."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True, protected_namespaces=())
+
+
+Model = TypeVar("Model", bound=BaseModel)
+
+
+def load_json(path: str | Path) -> Any:
+    """Parse a JSON file; a missing file, bad syntax or a key given twice is a `UserError` with path and place."""
+    path = Path(path)
+    if not path.is_file():
+        raise UserError(f"{path}: no such file.")
+
+    def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        result: dict[str, Any] = {}
+        for key, value in pairs:
+            if key in result:
+                raise UserError(f"{path}: key {key!r} is given twice; keep one.")
+            result[key] = value
+        return result
+
+    try:
+        return json.loads(path.read_text(encoding="utf-8"), object_pairs_hook=once)
+    except json.JSONDecodeError as error:
+        raise UserError(f"{path}: not valid JSON, line {error.lineno} column {error.colno}: {error.msg}.") from error
+
+
+def validate(schema: type[Model], data: Any, where: str) -> Model:
+    """`data` as a `schema`; every fault in one `UserError`. `where` names the file or flag group."""
+    try:
+        return schema.model_validate(data)
+    except ValidationError as error:
+        lines = [_describe(schema, fault) for fault in error.errors()]
+        raise UserError(f"{where}: " + "; ".join(lines) + ".") from error
+
+
+def _describe(schema: type[BaseModel], fault: dict[str, Any]) -> str:
+    place = ".".join(map(str, fault["loc"])) or "the document"
+    if fault["type"] != "extra_forbidden":
+        got = "" if fault["type"] == "missing" else f", got {fault['input']!r}"
+        return f"{place}: {fault['msg'].removeprefix('Value error, ')}{got}"
+    parent = _schema_at(schema, fault["loc"][:-1])
+    fields = list(parent.model_fields) if parent else []
+    got = str(fault["loc"][-1])
+    text = f"unknown key {place!r}"
+    close = nearest(got, fields)
+    elsewhere = [found for found in _paths(schema) if found.rsplit(".", 1)[-1] == got and found != place]
+    if elsewhere:
+        return text + f"; the key {got!r} belongs at {' or '.join(repr(path) for path in elsewhere)}"
+    return text + (f", did you mean {close!r}?" if close else "") + f" Known here: {', '.join(fields)}"
+
+
+def _models_in(annotation: Any) -> list[type[BaseModel]]:
+    """Schema classes inside an annotation such as `Section | None`."""
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return [annotation]
+    return [model for part in get_args(annotation) for model in _models_in(part)]
+
+
+def _schema_at(schema: type[BaseModel], loc: tuple) -> type[BaseModel] | None:
+    for key in loc:
+        if not isinstance(key, str) or key not in schema.model_fields:
+            continue  # an index into a list, or pydantic's tag of a union member
+        inner = _models_in(schema.model_fields[key].annotation)
+        if not inner:
+            return None
+        schema = inner[0]
+    return schema
+
+
+def _paths(schema: type[BaseModel], prefix: str = "") -> list[str]:
+    """Every dotted key of a schema."""
+    found = []
+    for name, field in schema.model_fields.items():
+        found.append(prefix + name)
+        for inner in _models_in(field.annotation):
+            found += _paths(inner, f"{prefix}{name}.")
+    return found
