@@ -14,7 +14,7 @@ a text layer before the last vision layer, dimensions that do not divide by TP, 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from mm_models.errors import UserError
 
@@ -37,7 +37,7 @@ class Coords:
 
 @dataclass(frozen=True, kw_only=True)
 class ParallelLayout:
-    """Parallel degrees. `etp` None means `tp`, as in megatron-core."""
+    """Parallel degrees. `etp` None means `tp`, as in megatron-core. `sequence_parallel` changes no checkpoint, so it is no part of equality."""
 
     tp: int = 1
     pp: int = 1
@@ -46,6 +46,7 @@ class ParallelLayout:
     ep: int = 1
     etp: int | None = None
     dp: int = 1
+    sequence_parallel: bool = field(default=False, compare=False)
 
     def __post_init__(self):
         if self.etp is None:

@@ -49,6 +49,7 @@ class VisionEncoderConfig(StrictModel):
     activation_func: Literal["silu"] = "silu"
     normalization: Literal["RMSNorm"] = "RMSNorm"
     rms_norm_eps: Number = 1e-5
+    rope_theta: Number = 10000.0
     init_method_std: Number = 0.02
 
     @property

@@ -1,0 +1,72 @@
+"""Rows between the ranks of a group, with gradients: the one all-to-all that expert parallelism needs, and what is built of it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+
+class _AllToAll(torch.autograd.Function):
+    """Uneven all-to-all along dim 0; the gradient takes the way back."""
+
+    @staticmethod
+    def forward(ctx, rows, send: list[int], receive: list[int], group):
+        ctx.splits = (send, receive, group)
+        return _all_to_all(rows, send, receive, group)
+
+    @staticmethod
+    def backward(ctx, grad):
+        send, receive, group = ctx.splits
+        return _all_to_all(grad, receive, send, group), None, None, None
+
+
+def _all_to_all(rows: torch.Tensor, send: list[int], receive: list[int], group) -> torch.Tensor:
+    out = rows.new_empty((sum(receive), *rows.shape[1:]))
+    dist.all_to_all_single(out, rows.contiguous(), receive, send, group=group)
+    return out
+
+
+@dataclass(frozen=True, kw_only=True)
+class Exchange:
+    """Who sends how many rows to whom in one dispatch, and the way back.
+
+    `received` (ranks, local experts): how many rows of each local expert came from each rank.
+    """
+
+    group: dist.ProcessGroup
+    sent: list[int]
+    got: list[int]
+    received: torch.Tensor
+
+    @classmethod
+    def of_counts(cls, counts: torch.Tensor, group: dist.ProcessGroup) -> Exchange:
+        """From `counts` (all experts,), the rows this rank has for each global expert."""
+        counts = counts.view(group.size(), -1)
+        received = torch.empty_like(counts)
+        dist.all_to_all_single(received, counts.contiguous(), group=group)
+        return cls(group=group, sent=counts.sum(1).tolist(), got=received.sum(1).tolist(), received=received)
+
+    def send(self, rows: torch.Tensor) -> torch.Tensor:
+        """Rows sorted by global expert -> the rows for this rank's experts, as blocks (source rank, local expert)."""
+        return _AllToAll.apply(rows, self.sent, self.got, self.group)
+
+    def back(self, rows: torch.Tensor) -> torch.Tensor:
+        return _AllToAll.apply(rows, self.got, self.sent, self.group)
+
+
+def gather_rows(rows: torch.Tensor, counts: torch.Tensor, group: dist.ProcessGroup) -> tuple[torch.Tensor, list[int], torch.Tensor]:
+    """Every rank's rows in rank order, the number of rows of each rank, and every rank's `counts` (ranks, experts)."""
+    ranks = group.size()
+    all_counts = torch.empty(ranks, *counts.shape, dtype=counts.dtype, device=counts.device)
+    dist.all_gather_into_tensor(all_counts, counts.contiguous(), group=group)
+    lengths = all_counts.sum(1).tolist()
+    return _AllToAll.apply(rows.repeat(ranks, 1), [len(rows)] * ranks, lengths, group), lengths, all_counts
+
+
+def reduce_rows(rows: torch.Tensor, lengths: list[int], group: dist.ProcessGroup) -> torch.Tensor:
+    """The inverse of `gather_rows`: each rank gets the sum over ranks, in rank order, of the rows it owns."""
+    own = lengths[dist.get_rank(group)]
+    parts = _AllToAll.apply(rows, lengths, [own] * group.size(), group)
+    return parts.view(group.size(), own, -1).sum(0)

@@ -1,0 +1,23 @@
+"""Root-mean-square norm in Hugging Face's order of rounding."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from mm_models.ops.reference import rms_norm
+
+
+class RMSNorm(nn.Module):
+    """`x * rsqrt(mean(x²) + eps)` in fp32, cast back, then times `weight` in the dtype of `x`.
+
+    Not `torch.nn.RMSNorm`, which multiplies by the weight in fp32 and rounds once: a quarter of bf16 values would differ.
+    """
+
+    def __init__(self, size: int, *, eps: float, dtype: torch.dtype | None = None):
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(size, dtype=dtype))
+        self.eps = eps
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return rms_norm(x, self.weight, self.eps)
