@@ -1,0 +1,158 @@
+"""The schema of data.json (and of the YAML's `data` section): closed, strict, with the names of the field.
+
+    {"dataset_param": {"dataset_type", "attr", "preprocess_parameters", "basic_parameters"}, "dataloader_param": {...}}
+
+A key whose work is not there yet is still in the schema, so that a file of the field can be read; a value that would ask
+for that work is refused by name. `video_*` settings are read and act on samples with video, which the data set refuses.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import AfterValidator, Field, model_validator
+
+from mm_models.config.strict import StrictModel, load_json, validate
+
+Count = Annotated[int, Field(gt=0)]
+Pixels = Annotated[int, Field(ge=0)]
+Name = Annotated[str, Field(min_length=1)]
+
+
+def _only(*allowed: Any) -> AfterValidator:
+    """Accept the listed values alone: the others ask for work that is not there yet."""
+
+    def check(value: Any) -> Any:
+        if value not in allowed:
+            raise ValueError(f"not supported yet, the only accepted value is {' or '.join(map(repr, allowed))}")
+        return value
+
+    return AfterValidator(check)
+
+
+class Attributes(StrictModel):
+    """Which keys of a row hold what. A null column is one the file does not have."""
+
+    messages: Name = "messages"
+    images: Name | None = "images"
+    videos: Name | None = "videos"
+    system: Name | None = None
+    """A column with the system text of the whole conversation; system messages inside `messages` are read without it."""
+    role_tag: Name = "role"
+    content_tag: Name = "content"
+    user_tag: Name = "user"
+    assistant_tag: Name = "assistant"
+    system_tag: Name = "system"
+
+
+class PreprocessParameters(StrictModel):
+    """The processor: where it is and how many pixels an image may have."""
+
+    model_name_or_path: Name
+    trust_remote_code: bool = True
+    """Accepted and without effect: only stock Hugging Face classes are used, no code of the folder runs."""
+    use_fast_tokenizer: Annotated[bool, _only(True)] = True
+    split_special_tokens: bool = False
+    """Without effect: template tokens are always special, and text of a sample never becomes one."""
+    image_max_pixels: Count | None = None
+    """Most pixels (height x width) of one image after resizing; null keeps the folder's bound."""
+    image_min_pixels: Pixels | None = None
+    video_max_pixels: Pixels | None = None
+    video_min_pixels: Pixels | None = None
+    video_fps: Annotated[float, Field(gt=0, strict=False)] = 2.0
+    video_maxlen: Count = 64
+
+    @model_validator(mode="after")
+    def _check(self):
+        if None not in (self.image_min_pixels, self.image_max_pixels) and self.image_min_pixels > self.image_max_pixels:
+            raise ValueError(f"image_min_pixels {self.image_min_pixels} exceeds image_max_pixels {self.image_max_pixels}")
+        return self
+
+
+class BasicParameters(StrictModel):
+    """The data set and how its rows become samples."""
+
+    template: Name
+    dataset_dir: Name = "."
+    """Base of relative image paths."""
+    dataset: Name
+    """The JSON or JSONL file: relative to the working directory, else to `dataset_dir`."""
+    cutoff_len: Count = 1024
+    """Longest sample in tokens, end token included; a longer one is dropped whole, counted and listed."""
+    max_samples: Count | None = None
+    """Take only the first rows."""
+    train_on_prompt: Annotated[bool, _only(False)] = False
+    mask_history: bool = False
+    """Train the last answer of a conversation alone."""
+    enable_thinking: bool = True
+    """Handed to the chat template; false marks user turns with `/nothink` as GLM does."""
+    val_dataset: Name | None = None
+    val_max_samples: Count | None = None
+    val_rate: Annotated[float | None, _only(None)] = None
+    streaming: Annotated[bool, _only(False)] = False
+    packing: Annotated[bool, _only(False)] = False
+    # Rows are tokenised in the main process and kept in memory: nothing below changes what a sample is.
+    cache_dir: Annotated[str | None, _only(None, "./data/cache_dir")] = None
+    overwrite_cache: Annotated[bool, _only(False)] = False
+    preprocessing_batch_size: Annotated[int, _only(1000)] = 1000
+    preprocessing_num_workers: Annotated[int | None, _only(None, 16)] = None
+
+
+class DatasetParam(StrictModel):
+    dataset_type: Name = "huggingface"
+    attr: Attributes = Attributes()
+    preprocess_parameters: PreprocessParameters
+    basic_parameters: BasicParameters
+
+
+class CollateParam(StrictModel):
+    """`collator_id` names the collator; `model_name` is its older spelling."""
+
+    collator_id: Name | None = None
+    model_name: Name | None = None
+    ignore_pad_token_for_loss: Annotated[bool, _only(True)] = True
+
+    @model_validator(mode="after")
+    def _check(self):
+        if (self.collator_id is None) == (self.model_name is None):
+            given = "both" if self.collator_id else "neither"
+            raise ValueError(f"collator_id and model_name (its older name): {given} given, give exactly one")
+        return self
+
+    @property
+    def collator(self) -> str:
+        return self.collator_id or self.model_name
+
+
+class DataloaderParam(StrictModel):
+    """Order, workers and the collator. Batch sizes and the seed come from the command line."""
+
+    dataloader_mode: Literal["sampler"] = "sampler"
+    sampler_type: Literal["BaseRandomBatchSampler", "SequentialBatchSampler"] = "BaseRandomBatchSampler"
+    shuffle: bool = True
+    drop_last: Annotated[bool, _only(True)] = True
+    """An incomplete global batch at the end of an epoch is left out; every epoch is shuffled anew."""
+    pin_memory: bool = False
+    num_workers: Annotated[int, Field(ge=0)] = 0
+    enable_preload: bool = False
+    """Accepted and without effect: it would overlap the copy to a device, never change order or position."""
+    collate_param: CollateParam
+
+    @model_validator(mode="after")
+    def _check(self):
+        if self.sampler_type == "SequentialBatchSampler" and self.shuffle:
+            raise ValueError("sampler_type SequentialBatchSampler does not shuffle; set shuffle to false")
+        return self
+
+
+class DataConfig(StrictModel):
+    """data.json as a whole."""
+
+    dataset_param: DatasetParam
+    dataloader_param: DataloaderParam
+
+
+def load_data_config(path: str | Path) -> DataConfig:
+    """Read and check data.json."""
+    return validate(DataConfig, load_json(path), str(path))

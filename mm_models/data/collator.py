@@ -1,0 +1,107 @@
+"""Samples -> one micro-batch, right-padded. A batch is a dict:
+
+    sample_ids      list of B row numbers                        always
+    input_ids       (B, S) int64, pads are the pad token         needs "ids"
+    attention_mask  (B, S) int64, 1 at tokens, 0 at pads         needs "ids"
+    position_ids    (3, B, S) int64, 0 at pads                   needs "positions"
+    labels          (B, S) int64, not shifted, -100 = untrained  needs "labels"
+    image_grid_thw  (images, 3) int64, in patches                needs "grid", absent without images
+    pixel_values    (patches, features) float32                  needs "pixels", absent without images
+
+S is the longest sample of the batch, rounded up to `pad_to_multiple_of`. Only what is needed is built: images are decoded
+for "pixels" alone. Positions come from the model's own rule, handed in, whichever collator id is named.
+Refused: an image whose pixels do not give the grid its header promised (the file changed since the start).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mm_models.data.dataset import Sample
+from mm_models.data.images import load_rgb
+from mm_models.errors import UserError
+
+NEEDS = frozenset({"ids", "positions", "labels", "grid", "pixels"})
+IGNORED = -100
+"""The label of a token that is not trained, Hugging Face's and torch's convention."""
+
+Batch = dict[str, Any]
+Positions = Callable[..., Tensor]
+
+
+class VisionLanguageCollator:
+    """Collators `glm4v_moe` and `qwen3vl`."""
+
+    def __init__(
+        self,
+        *,
+        image_processor: Any,
+        image_token_id: int,
+        pad_token_id: int,
+        positions: Positions | None,
+        needs: frozenset[str] = NEEDS,
+        pad_to_multiple_of: int = 1,
+    ):
+        """`positions` is a function of table `positions`, or None for a model without a text decoder."""
+        if not needs <= NEEDS:
+            raise UserError(f"collator needs {sorted(needs - NEEDS)}: unknown, expected some of {sorted(NEEDS)}.")
+        if "positions" in needs and positions is None:
+            raise UserError("collator needs positions, but the model has no text decoder.")
+        self._images, self._image_token, self._pad = image_processor, image_token_id, pad_token_id
+        self._positions, self._needs, self._multiple = positions, needs, pad_to_multiple_of
+
+    def __call__(self, samples: Sequence[Sample]) -> Batch:
+        batch: Batch = {"sample_ids": [sample.id for sample in samples]}
+        grid = [grid for sample in samples for grid in sample.grids]
+        grid = torch.tensor(grid, dtype=torch.int64) if grid else None
+        if self._needs & {"ids", "positions"}:
+            ids, mask = self._ids(samples)
+        if "ids" in self._needs:
+            batch |= {"input_ids": ids, "attention_mask": mask}
+        if "positions" in self._needs:
+            batch["position_ids"] = self._positions(
+                ids, mask, grid, image_token_id=self._image_token, spatial_merge_size=self._images.merge_size
+            )
+        if "labels" in self._needs:
+            batch["labels"] = self._labels(samples)
+        if "grid" in self._needs and grid is not None:
+            batch["image_grid_thw"] = grid
+        if "pixels" in self._needs and grid is not None:
+            batch["pixel_values"] = self._pixels(samples)
+        return batch
+
+    def _length(self, samples: Sequence[Sample]) -> int:
+        longest = max(len(sample.ids) for sample in samples)
+        return -(-longest // self._multiple) * self._multiple
+
+    def _ids(self, samples: Sequence[Sample]) -> tuple[Tensor, Tensor]:
+        shape = len(samples), self._length(samples)
+        ids, mask = torch.full(shape, self._pad), torch.zeros(shape, dtype=torch.int64)
+        for row, sample in enumerate(samples):
+            ids[row, : len(sample.ids)] = torch.tensor(sample.ids)
+            mask[row, : len(sample.ids)] = 1
+        return ids, mask
+
+    def _labels(self, samples: Sequence[Sample]) -> Tensor:
+        labels = torch.full((len(samples), self._length(samples)), IGNORED)
+        for row, sample in enumerate(samples):
+            for start, end in sample.trained:
+                labels[row, start:end] = torch.tensor(sample.ids[start:end])
+        return labels
+
+    def _pixels(self, samples: Sequence[Sample]) -> Tensor:
+        pixels = []
+        for sample in samples:
+            for path, grid in zip(sample.images, sample.grids, strict=True):
+                made = self._images(images=[load_rgb(path)], return_tensors="pt")
+                if tuple(made["image_grid_thw"][0].tolist()) != grid:
+                    raise UserError(
+                        f"row {sample.id}, image {str(path)!r}: its pixels give grid {made['image_grid_thw'][0].tolist()}, "
+                        f"its header gave {list(grid)} at the start; the file has changed."
+                    )
+                pixels.append(made["pixel_values"])
+        return torch.cat(pixels)

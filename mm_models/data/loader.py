@@ -1,0 +1,147 @@
+"""`build_loader`: from data.json to the micro-batches of one data-parallel rank.
+
+Ranks of one model-parallel group pass the same arguments, `needs` apart, and get the same sample ids. The order does not
+depend on `num_workers`; a sample that a worker has prepared but no step has used is prepared again after a resume.
+Workers are started fresh (forkserver), never forked from a process that runs torch threads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader
+
+from mm_models.config.data import DataConfig
+from mm_models.config.model import ModelConfig
+from mm_models.data.collator import NEEDS, Batch
+from mm_models.data.dataset import Report
+from mm_models.data.processor import load_processor, pixel_bounds
+from mm_models.data.sampler import SAMPLERS, BaseRandomBatchSampler
+from mm_models.errors import UserError
+from mm_models.registry import table
+
+
+class Loader:
+    """Endless micro-batches; `len` is the number of this rank's micro-batches in one epoch.
+
+    Each `iter` starts again at the `consumed_samples` the loader was built with: take it once.
+    """
+
+    def __init__(self, *, dataset: Any, sampler: BaseRandomBatchSampler, collator: Any, processor: Any, template: Any, workers: int, pin: bool):
+        self.dataset, self.sampler, self.collator = dataset, sampler, collator
+        self.processor, self.template = processor, template
+        self._workers, self._pin = workers, pin and torch.accelerator.is_available()
+
+    @property
+    def report(self) -> Report:
+        """What became of the rows; print `report.lines()` once per run."""
+        return self.dataset.report
+
+    def lines(self) -> list[str]:
+        """The report and the settings that shape samples, for the start of a run."""
+        least, most = pixel_bounds(self.processor)
+        return [
+            *self.report.lines(),
+            f"data images: {least} to {most} pixels after resizing",
+            f"data template: {self.template.name}; its tokens are special, text of a sample never becomes one",
+            f"data order: {len(self.sampler)} micro-batches per epoch and rank; {self.sampler.total - self.sampler.samples_per_epoch} "
+            "samples are left out at the end of each epoch",
+        ]
+
+    def __len__(self) -> int:
+        return len(self.sampler)
+
+    def __iter__(self) -> Iterator[Batch]:
+        workers = {"num_workers": self._workers, "multiprocessing_context": "forkserver"} if self._workers else {}
+        return iter(
+            DataLoader(
+                self.dataset,
+                batch_sampler=self.sampler,
+                collate_fn=self.collator,
+                pin_memory=self._pin,
+                generator=torch.Generator(),  # its own: the loader must not draw from the training's generator
+                **workers,
+            )
+        )
+
+
+def build_loader(
+    data_config: DataConfig,
+    *,
+    split: str = "train",
+    model_config: ModelConfig,
+    dp_rank: int = 0,
+    dp_size: int = 1,
+    micro_batch_size: int = 1,
+    global_batch_size: int = 1,
+    seed: int = 1234,
+    consumed_samples: int = 0,
+    needs: frozenset[str] = NEEDS,
+    pad_to_multiple_of: int = 1,
+) -> Loader:
+    """The loader of one data-parallel rank. `split` is `train`, or `valid` (in file order).
+
+    Raises UserError, before any step, for everything data.json, the data or the folder have wrong, and for a processor that
+    does not belong to the model.
+    """
+    parameters, options = data_config.dataset_param, data_config.dataloader_param
+    preprocess, basic = parameters.preprocess_parameters, parameters.basic_parameters
+    dataset_class = table("datasets").get(parameters.dataset_type)
+    template_class = table("templates").get(basic.template)
+    collator_class = table("collators").get(options.collate_param.collator)
+    positions = table("positions").get(model_config.text.model_id) if model_config.text else None
+    processor = load_processor(
+        preprocess.model_name_or_path, image_min_pixels=preprocess.image_min_pixels, image_max_pixels=preprocess.image_max_pixels
+    )
+    check_model(processor, model_config)
+    template = template_class(processor, name=basic.template, enable_thinking=basic.enable_thinking, mask_history=basic.mask_history)
+    dataset = dataset_class(data_config, processor, template, split=split, decode="pixels" in needs)
+    if dataset.report.images and model_config.vision is None:
+        raise UserError(f"{dataset.report.path} holds {dataset.report.images} images, the model has no image_encoder.")
+    sampler = SAMPLERS[options.sampler_type](
+        len(dataset),
+        micro_batch_size=micro_batch_size,
+        global_batch_size=global_batch_size,
+        dp_rank=dp_rank,
+        dp_size=dp_size,
+        seed=seed,
+        shuffle=options.shuffle and split == "train",
+        consumed_samples=consumed_samples,
+    )
+    collator = collator_class(
+        image_processor=processor.image_processor,
+        image_token_id=processor.image_token_id,
+        pad_token_id=processor.tokenizer.pad_token_id,
+        positions=positions,
+        needs=needs,
+        pad_to_multiple_of=pad_to_multiple_of,
+    )
+    return Loader(
+        dataset=dataset,
+        sampler=sampler,
+        collator=collator,
+        processor=processor,
+        template=template,
+        workers=options.num_workers,
+        pin=options.pin_memory,
+    )
+
+
+def check_model(processor: Any, model: ModelConfig) -> None:
+    """Refuse a processor of another model: image token, vocabulary, patch and merge sizes must agree."""
+    images, tokenizer, vision = processor.image_processor, processor.tokenizer, model.vision
+    pairs = [("img_context_token_id", model.img_context_token_id, "image token id", processor.image_token_id)]
+    if vision:
+        pairs += [
+            (f"vision_encoder.{ours}", getattr(vision, ours), theirs, getattr(images, theirs))
+            for ours, theirs in (("patch_size", "patch_size"), ("temporal_patch_size", "temporal_patch_size"), ("spatial_merge_size", "merge_size"))
+        ]
+    wrong = [f"model {ours} {got}, processor {theirs} {found}" for ours, got, theirs, found in pairs if got is not None and got != found]
+    if model.text and len(tokenizer) > model.text.vocab_size:
+        wrong.append(f"model text_decoder.vocab_size {model.text.vocab_size}, the tokenizer has {len(tokenizer)} tokens")
+    if tokenizer.pad_token_id is None:
+        wrong.append("the tokenizer has no pad token")
+    if wrong:
+        raise UserError(f"model.json and the processor of {tokenizer.name_or_path!r} do not belong together: {'; '.join(wrong)}.")

@@ -1,0 +1,150 @@
+"""The Hugging Face processor of a model folder, assembled without torchvision.
+
+`AutoProcessor` of transformers 5 asks for a video processor, which needs torchvision, even where no video is in sight.
+`load_processor` builds the stock processor class from the folder's tokenizer, chat template and image processor (always
+the PIL one, so that every machine makes the same pixels). Both layouts load: `processor_config.json` (5.x) and
+`preprocessor_config.json` with the template in `chat_template.jinja`, `chat_template.json` or the tokenizer's files.
+
+Image bounds are given in pixels of one image (height x width after resizing); how a processor counts them is its row in
+`KINDS`. Refused: a folder without processor, tokenizer or template, an unknown processor class, contradicting bounds.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import json
+from pathlib import Path
+from typing import Any
+
+from mm_models.errors import UserError, unknown_name
+
+CONFIG_FILES = ("processor_config.json", "preprocessor_config.json", "tokenizer_config.json")
+"""Where `processor_class` may stand, first hit wins."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ProcessorKind:
+    """One family: its processor and PIL image processor ("module:class"), and its resize rule ("module:function")."""
+
+    processor: str
+    image_processor: str
+    smart_resize: str
+    frames_in_size: bool
+    """`size` bounds frames x height x width, with a still image counted as `temporal_patch_size` frames."""
+
+
+KINDS = {
+    "Glm4vProcessor": ProcessorKind(
+        processor="transformers.models.glm4v.processing_glm4v:Glm4vProcessor",
+        image_processor="transformers.models.glm4v.image_processing_pil_glm4v:Glm4vImageProcessorPil",
+        smart_resize="transformers.models.glm4v.image_processing_pil_glm4v:smart_resize",
+        frames_in_size=True,
+    ),
+}
+
+
+def load_processor(folder: str | Path, *, image_min_pixels: int | None = None, image_max_pixels: int | None = None) -> Any:
+    """The stock processor (`type(p).__name__ == "Glm4vProcessor"`) of a local folder; no network is used.
+
+    The bounds, where given, replace the folder's own and are saved with the processor by `save_pretrained`.
+    """
+    from transformers import AutoTokenizer
+
+    folder = Path(folder)
+    if not folder.is_dir():
+        raise UserError(f"model_name_or_path {str(folder)!r}: no such folder. Give a local Hugging Face folder.")
+    kind = KINDS[_processor_class(folder)]
+    if not any((folder / name).is_file() for name in ("tokenizer.json", "tokenizer_config.json")):
+        raise UserError(f"{folder}: no tokenizer.json; copy the tokenizer's files of the model into the folder.")
+    tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+    image_processor = _named(kind.image_processor).from_pretrained(folder, local_files_only=True)
+    _set_bounds(image_processor, kind, image_min_pixels, image_max_pixels, folder)
+    return _without_video(_named(kind.processor))(
+        image_processor=image_processor, tokenizer=tokenizer, chat_template=_chat_template(folder, tokenizer)
+    )
+
+
+def image_grid(processor: Any, height: int, width: int) -> tuple[int, int, int]:
+    """(1, rows, columns) of patches the image processor will make of an image, from its size alone.
+
+    Raises ValueError where the processor would refuse the shape (aspect ratio above 200).
+    """
+    images = processor.image_processor
+    kind = KINDS[type(processor).__name__]
+    resized = _named(kind.smart_resize)(
+        num_frames=images.temporal_patch_size,
+        height=height,
+        width=width,
+        temporal_factor=images.temporal_patch_size,
+        factor=images.patch_size * images.merge_size,
+        min_pixels=images.size["shortest_edge"],
+        max_pixels=images.size["longest_edge"],
+    )
+    return (1, resized[0] // images.patch_size, resized[1] // images.patch_size)
+
+
+def pixel_bounds(processor: Any) -> tuple[int, int]:
+    """(least, most) pixels of one resized image."""
+    images, kind = processor.image_processor, KINDS[type(processor).__name__]
+    unit = images.temporal_patch_size if kind.frames_in_size else 1
+    return images.size["shortest_edge"] // unit, images.size["longest_edge"] // unit
+
+
+def _set_bounds(images: Any, kind: ProcessorKind, least: int | None, most: int | None, folder: Path) -> None:
+    unit = images.temporal_patch_size if kind.frames_in_size else 1
+    size = {name: images.size[name] for name in ("shortest_edge", "longest_edge")}
+    size.update({name: unit * value for name, value in zip(size, (least, most), strict=True) if value is not None})
+    if size["shortest_edge"] > size["longest_edge"]:
+        raise UserError(
+            f"{folder}: image_min_pixels {size['shortest_edge'] // unit} exceeds image_max_pixels "
+            f"{size['longest_edge'] // unit} (a bound not given is the folder's own)."
+        )
+    size["shortest_edge"] = max(size["shortest_edge"], 1)  # 0 means no bound; the processor refuses a zero
+    images.size = type(images.size)(**size)
+
+
+def _processor_class(folder: Path) -> str:
+    for name in CONFIG_FILES:
+        if (folder / name).is_file():
+            found = json.loads((folder / name).read_text(encoding="utf-8")).get("processor_class")
+            if found is not None:
+                if found not in KINDS:
+                    raise unknown_name("processor_class", found, KINDS, where=str(folder / name))
+                return found
+    raise UserError(f"{folder}: none of {', '.join(CONFIG_FILES)} names a processor_class. Known: {', '.join(KINDS)}.")
+
+
+def _chat_template(folder: Path, tokenizer: Any) -> str:
+    if (folder / "chat_template.jinja").is_file():
+        return (folder / "chat_template.jinja").read_text(encoding="utf-8")
+    if (folder / "chat_template.json").is_file():
+        return json.loads((folder / "chat_template.json").read_text(encoding="utf-8"))["chat_template"]
+    if isinstance(tokenizer.chat_template, str):
+        return tokenizer.chat_template
+    raise UserError(f"{folder}: no chat template; expected chat_template.jinja, chat_template.json or one in tokenizer_config.json.")
+
+
+def _named(target: str) -> Any:
+    module, attribute = target.split(":")
+    return getattr(importlib.import_module(module), attribute)
+
+
+def _without_video(stock: type) -> type:
+    """A subclass of the stock processor that neither has nor asks for a video processor, and saves under the stock name.
+
+    Transformers reads a processor's parts from the parameter names of `__init__`: without `video_processor` there is none.
+    """
+
+    class ImageOnlyProcessor(stock):
+        def __init__(self, image_processor=None, tokenizer=None, chat_template=None, **kwargs):
+            from transformers.processing_utils import ProcessorMixin
+
+            token_id = tokenizer.convert_tokens_to_ids
+            self.image_token, self.video_token = "<|image|>", "<|video|>"
+            self.image_token_id, self.video_token_id = token_id(self.image_token), token_id(self.video_token)
+            ProcessorMixin.__init__(self, image_processor, tokenizer, chat_template=chat_template, **kwargs)
+            self.video_start_id, self.video_end_id = token_id("<|begin_of_video|>"), token_id("<|end_of_video|>")
+
+    ImageOnlyProcessor.__name__ = ImageOnlyProcessor.__qualname__ = stock.__name__
+    return ImageOnlyProcessor

@@ -1,0 +1,1 @@
+"""Chat templates: how a conversation becomes token ids, and which of them are trained. One module per format."""

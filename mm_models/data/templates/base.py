@@ -1,0 +1,200 @@
+"""What all chat templates share: pieces, their token ids, and the proof that the model's own template says the same.
+
+A template renders a conversation into pieces. A piece is a template token (one id, looked up), an image, or text. Text is
+always tokenised without the tokenizer's added tokens: `<|image|>` typed by a user stays nine characters of text. Pieces
+carry the trained flag, so labels come by construction and never from a search in the ids.
+
+`ChatTemplate` checks itself when it is made: every template token exists in the tokenizer, and probe conversations render
+to the very string the folder's own chat template gives. A template of another model is refused there, before any row.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import json
+from collections.abc import Iterable, Sequence
+from typing import Any, ClassVar
+
+from mm_models.data.rows import IMAGE_MARK, Turn
+from mm_models.errors import UserError
+
+Span = tuple[int, int]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Piece:
+    """A stretch of a rendered conversation."""
+
+    text: str
+    token: bool = False
+    """`text` is a template token: one id."""
+    image: bool = False
+    """`text` is the image token, repeated to the number of features when encoded."""
+    trained: bool = False
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Rendered:
+    """Pieces of a whole conversation, the end token last, and what the reader of the report should know."""
+
+    pieces: tuple[Piece, ...]
+    answered: bool
+    """Some trained answer has text; without it a sample would teach end tokens alone."""
+    notes: tuple[str, ...] = ()
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Encoded:
+    """Token ids of a conversation and the half-open ranges of them that are trained."""
+
+    ids: tuple[int, ...]
+    trained: tuple[Span, ...]
+    answered: bool
+    notes: tuple[str, ...] = ()
+
+
+class ChatTemplate:
+    """Base class; a subclass names its tokens and renders turns."""
+
+    tokens: ClassVar[tuple[str, ...]]
+    """Template tokens the tokenizer must have, each as one id."""
+    optional_tokens: ClassVar[tuple[str, ...]] = ()
+    """Template words that are one id where the tokenizer has them, and text where not."""
+    image_token: ClassVar[str]
+
+    def __init__(self, processor: Any, *, name: str, enable_thinking: bool = True, mask_history: bool = False):
+        self.name, self.enable_thinking, self.mask_history = name, enable_thinking, mask_history
+        tokenizer = processor.tokenizer
+        added = tokenizer.get_added_vocab()
+        missing = [token for token in self.tokens if token not in added]
+        if missing:
+            raise UserError(
+                f"template {name!r} needs the tokens {', '.join(missing)}, which the tokenizer of "
+                f"{tokenizer.name_or_path!r} does not have. Name the template of this model."
+            )
+        self._ids = {token: added[token] for token in (*self.tokens, *self.optional_tokens) if token in added}
+        self._literals = tuple(added)
+        self._forbidden = frozenset(added.values())
+        self._plain = _without_added_tokens(tokenizer)
+        self._prove(processor)
+
+    def render(self, turns: Sequence[Turn]) -> Rendered:
+        """Pieces of a conversation; images stand where `IMAGE_MARK` stands in the text. Raises UserError on text the format cannot hold."""
+        raise NotImplementedError
+
+    def encode(self, turns: Sequence[Turn], image_tokens: Sequence[int]) -> Encoded:
+        """Ids and trained ranges; image `i` takes `image_tokens[i]` ids. The caller has matched images and marks."""
+        rendered = self.render(turns)
+        slots = sum(piece.image for piece in rendered.pieces)
+        if slots != len(image_tokens):
+            raise UserError(f"{len(image_tokens)} images, {slots} left after the template (an earlier turn's thought is dropped).")
+        ids: list[int] = []
+        flags: list[bool] = []
+        counts = iter(image_tokens)
+        for is_text, group in itertools.groupby(rendered.pieces, key=self._is_text):
+            if is_text:
+                self._encode_text(list(group), ids, flags)
+                continue
+            for piece in group:
+                repeat = next(counts) if piece.image else 1
+                ids += [self._ids[piece.text]] * repeat
+                flags += [piece.trained] * repeat
+        return Encoded(ids=tuple(ids), trained=_spans(flags), answered=rendered.answered, notes=rendered.notes + self._literal_notes(turns))
+
+    def split(self, text: str, *, trained: bool = False) -> list[Piece]:
+        """Text with image marks as pieces: images are never trained."""
+        pieces: list[Piece] = []
+        for index, part in enumerate(text.split(IMAGE_MARK)):
+            pieces += self.image_pieces() if index else []
+            pieces += [Piece(text=part, trained=trained)] if part else []
+        return pieces
+
+    def image_pieces(self) -> list[Piece]:
+        """One image as the format writes it."""
+        raise NotImplementedError
+
+    def _is_text(self, piece: Piece) -> bool:
+        return not (piece.image or (piece.token and piece.text in self._ids))
+
+    def _encode_text(self, pieces: Sequence[Piece], ids: list[int], flags: list[bool]) -> None:
+        """Tokenise neighbouring text as one string, as Hugging Face does between two special tokens.
+
+        A token is trained when it touches a trained character: `\\n` before an answer stays untrained unless merged into it.
+        """
+        marks = [piece.trained for piece in pieces for _ in piece.text]
+        encoding = self._plain.encode("".join(piece.text for piece in pieces), add_special_tokens=False)
+        clash = self._forbidden.intersection(encoding.ids)
+        if clash:
+            raise UserError(f"text becomes the template tokens {sorted(clash)} in this tokenizer; reword it.")
+        ids += encoding.ids
+        flags += [any(marks[start:end]) for start, end in encoding.offsets]
+
+    def _literal_notes(self, turns: Iterable[Turn]) -> tuple[str, ...]:
+        known = set(self.content_tokens())
+        found = [token for token in self._literals if token not in known and any(token in turn.text for turn in turns)]
+        return (f"text that looks like a template token is kept as text: {' '.join(found)}",) if found else ()
+
+    def content_tokens(self) -> tuple[str, ...]:
+        """Tokens the format gives a meaning inside turns."""
+        return ()
+
+    def _prove(self, processor: Any) -> None:
+        """Compare with the folder's own chat template on conversations that take every branch."""
+        for turns in PROBES:
+            pieces = self.render(turns).pieces[:-1]  # the end token after the last answer is ours
+            ours = "".join(piece.text for piece in pieces)
+            messages = [{"role": turn.role, "content": _parts(turn.text)} for turn in turns]
+            theirs = processor.apply_chat_template(messages, tokenize=False, enable_thinking=self.enable_thinking)
+            if ours != theirs:
+                at = next((i for i, pair in enumerate(zip(ours, theirs, strict=False)) if pair[0] != pair[1]), min(len(ours), len(theirs)))
+                raise UserError(
+                    f"template {self.name!r} and the chat template of {processor.tokenizer.name_or_path!r} differ at character {at}: "
+                    f"{ours[max(0, at - 20) : at + 20]!r}, the folder has {theirs[max(0, at - 20) : at + 20]!r}. "
+                    "Name the template of this model."
+                )
+
+
+PROBES = (
+    (Turn(role="user", text="one"), Turn(role="assistant", text="two")),
+    (
+        Turn(role="system", text="rules"),
+        Turn(role="user", text=f"{IMAGE_MARK}first {IMAGE_MARK}"),
+        Turn(role="assistant", text="\n an answer \n"),
+        Turn(role="user", text="second"),
+        Turn(role="assistant", text=f"with a picture {IMAGE_MARK} inside"),
+    ),
+    (
+        Turn(role="user", text="q"),
+        Turn(role="assistant", text="<think>old</think>a"),
+        Turn(role="user", text="q"),
+        Turn(role="assistant", text="<think>\nnew\n</think>\n\na"),
+    ),
+    (Turn(role="user", text="q"), Turn(role="assistant", text="")),
+)
+
+
+def _parts(text: str) -> list[dict[str, str]]:
+    """A turn as Hugging Face message content."""
+    parts: list[dict[str, str]] = []
+    for index, part in enumerate(text.split(IMAGE_MARK)):
+        parts += [{"type": "image"}] if index else []
+        parts += [{"type": "text", "text": part}] if part else []
+    return parts
+
+
+def _spans(flags: Sequence[bool]) -> tuple[Span, ...]:
+    spans, start = [], 0
+    for value, group in itertools.groupby(flags):
+        end = start + sum(1 for _ in group)
+        spans += [(start, end)] if value else []
+        start = end
+    return tuple(spans)
+
+
+def _without_added_tokens(tokenizer: Any) -> Any:
+    """The tokenizer's own pipeline (normaliser, pre-tokeniser, model) without added tokens and post-processing."""
+    from tokenizers import Tokenizer
+
+    state = json.loads(tokenizer.backend_tokenizer.to_str())
+    return Tokenizer.from_str(json.dumps(state | {"added_tokens": [], "post_processor": None, "truncation": None, "padding": None}))
