@@ -1,0 +1,42 @@
+"""What the multi-process cases share: assembling a rank's chunks with Hugging Face's weights, and comparing gradients."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+
+from mm_models.config.model import ModelConfig
+from mm_models.device import prepare
+from mm_models.layout import ParallelLayout
+from mm_models.mcore.assembly import build_chunks, init_parallel, named_tensors
+from tests.mcore.oracle import fill, megatron_tensors, model_config, shard
+
+
+def assemble(hf, *, dtype: torch.dtype = torch.float32, split: dict | None = None, extra: dict | None = None, **degrees):
+    """(chunks, model, layout) of this rank, filled from the Hugging Face model `hf`."""
+    prepare()
+    model = model_config(hf.config, **(extra or {}))
+    layout = ParallelLayout.for_world(dist.get_world_size(), **degrees)
+    stages = model.split(layout, **(split or {}))
+    init_parallel(layout, stages, timeout_minutes=1)
+    chunks = build_chunks(model, layout, stages, dtype=dtype)
+    whole = megatron_tensors(hf.state_dict(), model)
+    fill(named_tensors(chunks), whole, layout.coords(dist.get_rank()), layout)
+    return chunks, model, layout
+
+
+def relative_gradients(hf, chunks, model: ModelConfig, layout: ParallelLayout, rank: int) -> dict[str, float]:
+    """Per tensor of this rank ‖Δ‖ / max(‖g‖, 1e-6 · global norm) against Hugging Face's gradients (zero where it has none)."""
+    grads = {name: torch.zeros_like(p) if p.grad is None else p.grad for name, p in hf.named_parameters()}
+    norm = torch.cat([g.flatten().double() for g in grads.values()]).norm()
+    whole = megatron_tensors(grads, model)
+    coords, errors = layout.coords(rank), {}
+    for chunk in chunks:
+        for name, parameter in chunk.named_parameters():
+            source = name if name in whole else "text_decoder.embedding.word_embeddings.weight"
+            expected = shard(source, whole[source], coords, layout).double()
+            got = getattr(parameter, "main_grad", None)
+            got = parameter.grad if got is None else got
+            got = torch.zeros_like(expected) if got is None else got.double()
+            errors[name] = ((got - expected).norm() / max(expected.norm(), 1e-6 * norm)).item()
+    return errors
