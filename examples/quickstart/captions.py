@@ -32,9 +32,19 @@ ROWS = (
         "And the thin towers?",
         "They catch lightning.",
     ),
-    _row(["camera.png"], "<image>What is the man doing?", "He looks through a camera on a tripod, in a long dark coat."),
-    _row(["coins.png"], "<image>How many rows of coins are there?", "<think>I count the rows from top to bottom: one, two, three, four.</think>Four rows."),
-    _row(["motorcycle_left.png"], "<image>Where is the motorcycle?", "A red motorcycle stands in a garage, in front of shelves with boxes."),
+    _row(
+        ["camera.png"], "<image>What is the man doing?", "He looks through a camera on a tripod, in a long dark coat."
+    ),
+    _row(
+        ["coins.png"],
+        "<image>How many rows of coins are there?",
+        "<think>I count the rows from top to bottom: one, two, three, four.</think>Four rows.",
+    ),
+    _row(
+        ["motorcycle_left.png"],
+        "<image>Where is the motorcycle?",
+        "A red motorcycle stands in a garage, in front of shelves with boxes.",
+    ),
     _row(["moon.png"], "<image>What is this?", "The surface of the moon, with a round crater at the upper left."),
     _row(["hubble_deep_field.jpg"], "<image>What are the small lights?", "Galaxies, far away, on a black sky."),
     _row(
@@ -45,7 +55,12 @@ ROWS = (
         "The bricks: they lie in straight columns.",
     ),
     _row(["gravel.png"], "<image>What is the ground made of?", "Of gravel: small grey stones with sharp edges."),
-    _row(["retina.jpg"], "<image>Which organ is this?", "The back of an eye, with its red vessels and a bright disc.", system="Answer like a doctor."),
+    _row(
+        ["retina.jpg"],
+        "<image>Which organ is this?",
+        "The back of an eye, with its red vessels and a bright disc.",
+        system="Answer like a doctor.",
+    ),
     _row(["page.png"], "<image>What is the heading?", "Region-based segmentation."),
     _row(["ihc.png"], "<image>What kind of picture is this?", "Tissue under a microscope, stained brown and blue."),
     _row([], "What colour is a ripe lemon?", "Yellow.", "And a lime?", "Green."),

@@ -2,9 +2,9 @@
 
     python examples/quickstart/make_checkpoint.py --out build/quickstart/hf --dtype bf16
 
-Four text layers (the first dense, three of 8 experts with a shared one), two vision layers. Every tensor has values of its
-own, biases, norms and the router's correction bias too, so that a tensor that is lost or swapped on the way shows. The
-tokenizer is trained on the quickstart's captions and has GLM's special tokens. The same bytes every time.
+Four text layers (the first dense, three of 8 experts with a shared one), two vision layers. Every tensor has values
+of its own, biases, norms and the router's correction bias too, so that a tensor that is lost or swapped on the way
+shows. The tokenizer is trained on the quickstart's captions and has GLM's special tokens. The same bytes every time.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 FP32_NAMES = ("mlp.gate.weight", "mlp.gate.e_score_correction_bias")
 """The router stays fp32 in a bf16 model, as transformers keeps it."""
 
-SPECIAL_TOKENS = (
-    *("<|endoftext|>", "[MASK]", "[gMASK]", "[sMASK]", "<sop>", "<eop>", "<|system|>", "<|user|>", "<|assistant|>", "<|observation|>"),
-    *("<|begin_of_image|>", "<|end_of_image|>", "<|begin_of_video|>", "<|end_of_video|>", "<|begin_of_audio|>", "<|end_of_audio|>"),
-    *("<|begin_of_transcription|>", "<|end_of_transcription|>", "<|code_prefix|>", "<|code_middle|>", "<|code_suffix|>"),
-    *("<think>", "</think>", "<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>"),
-    *("<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>", "/nothink", "<|begin_of_box|>", "<|end_of_box|>", "<|image|>", "<|video|>"),
-)
+SPECIAL_TOKENS = """
+    <|endoftext|> [MASK] [gMASK] [sMASK] <sop> <eop> <|system|> <|user|> <|assistant|> <|observation|>
+    <|begin_of_image|> <|end_of_image|> <|begin_of_video|> <|end_of_video|> <|begin_of_audio|> <|end_of_audio|>
+    <|begin_of_transcription|> <|end_of_transcription|> <|code_prefix|> <|code_middle|> <|code_suffix|>
+    <think> </think> <tool_call> </tool_call> <tool_response> </tool_response> <arg_key> </arg_key>
+    <arg_value> </arg_value> /nothink <|begin_of_box|> <|end_of_box|> <|image|> <|video|>
+""".split()
 """GLM's, in its order."""
 MARKUP = SPECIAL_TOKENS[SPECIAL_TOKENS.index("<think>") : SPECIAL_TOKENS.index("<|end_of_box|>") + 1]
 """Those a decoder shows as text: one id each, but not special."""
@@ -47,7 +47,9 @@ VIDEO_PROCESSOR = {
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
-    parser.add_argument("--out", type=Path, default=Path("build/quickstart/hf"), help="folder to write; replaced if it exists")
+    parser.add_argument(
+        "--out", type=Path, default=Path("build/quickstart/hf"), help="folder to write; replaced if it exists"
+    )
     parser.add_argument("--dtype", choices=DTYPES, default="fp32")
     parser.add_argument("--seed", type=int, default=1234)
     options = parser.parse_args()
@@ -69,19 +71,29 @@ def make_tokenizer():
     from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast
 
-    words = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+    words = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"
+    words += r"|\s*[\r\n]+|\s+(?!\S)|\s+"
     backend = Tokenizer(models.BPE())
     backend.pre_tokenizer = pre_tokenizers.Sequence(
-        [pre_tokenizers.Split(Regex(words), behavior="isolated"), pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
+        [
+            pre_tokenizers.Split(Regex(words), behavior="isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
     )
     backend.decoder = decoders.ByteLevel()
     texts = [message["content"] for row in ROWS for message in row["messages"]]
     size = VOCABULARY - len(SPECIAL_TOKENS)
-    trainer = trainers.BpeTrainer(vocab_size=size, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False)
+    trainer = trainers.BpeTrainer(
+        vocab_size=size, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False
+    )
     backend.train_from_iterator(texts, trainer)
     backend.add_tokens([AddedToken(token, special=token not in MARKUP, normalized=False) for token in SPECIAL_TOKENS])
     return PreTrainedTokenizerFast(
-        tokenizer_object=backend, eos_token="<|endoftext|>", pad_token="<|endoftext|>", padding_side="left", clean_up_tokenization_spaces=False
+        tokenizer_object=backend,
+        eos_token="<|endoftext|>",
+        pad_token="<|endoftext|>",
+        padding_side="left",
+        clean_up_tokenization_spaces=False,
     )
 
 
@@ -112,7 +124,12 @@ def make_model(tokenizer, dtype: torch.dtype, seed: int):
             "routed_scaling_factor": 1.0,
             "rms_norm_eps": 1e-5,
             "max_position_embeddings": 4096,
-            "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5, "mrope_section": [2, 3, 3]},
+            "rope_parameters": {
+                "rope_type": "default",
+                "rope_theta": 10000.0,
+                "partial_rotary_factor": 0.5,
+                "mrope_section": [2, 3, 3],
+            },
             "pad_token_id": ids["<|endoftext|>"],
             "eos_token_id": stops,
         },

@@ -21,7 +21,12 @@ HERE = Path(__file__).parent
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
     parser.add_argument("--out", type=Path, default=Path("build/quickstart/data"), help="folder to write")
-    parser.add_argument("--checkpoint", type=Path, default=Path("build/quickstart/hf"), help="folder of make_checkpoint.py, named in data.json")
+    parser.add_argument(
+        "--checkpoint",
+        type=Path,
+        default=Path("build/quickstart/hf"),
+        help="folder of make_checkpoint.py, named in data.json",
+    )
     options = parser.parse_args()
     write_data(options.out, options.checkpoint)
     print(f"wrote {len(ROWS)} rows and {len(PHOTOS)} photographs to {options.out}")

@@ -2,8 +2,9 @@
 
     {"dataset_param": {"dataset_type", "attr", "preprocess_parameters", "basic_parameters"}, "dataloader_param": {...}}
 
-A key whose work is not there yet is still in the schema, so that a file of the field can be read; a value that would ask
-for that work is refused by name. `video_*` settings are read and act on samples with video, which the data set refuses.
+A key whose work is not there yet is still in the schema, so that a file of the field can be read; a value that would
+ask for that work is refused by name. `video_*` settings are read and act on samples with video, which the data set
+refuses.
 """
 
 from __future__ import annotations
@@ -38,7 +39,8 @@ class Attributes(StrictModel):
     images: Name | None = "images"
     videos: Name | None = "videos"
     system: Name | None = None
-    """A column with the system text of the whole conversation; system messages inside `messages` are read without it."""
+    """A column with the system text of the whole conversation; system messages inside `messages` are read without
+    it."""
     role_tag: Name = "role"
     content_tag: Name = "content"
     user_tag: Name = "user"
@@ -66,7 +68,9 @@ class PreprocessParameters(StrictModel):
     @model_validator(mode="after")
     def _check(self):
         if None not in (self.image_min_pixels, self.image_max_pixels) and self.image_min_pixels > self.image_max_pixels:
-            raise ValueError(f"image_min_pixels {self.image_min_pixels} exceeds image_max_pixels {self.image_max_pixels}")
+            raise ValueError(
+                f"image_min_pixels {self.image_min_pixels} exceeds image_max_pixels {self.image_max_pixels}"
+            )
         return self
 
 

@@ -9,4 +9,6 @@
     collator.py   samples -> one padded micro-batch
     sampler.py    the order of samples, a function of (seed, epoch) alone
     loader.py     `build_loader`: all of it, for one data-parallel rank
+
+Training calls `loader.build_loader`; the rest is reached through it.
 """

@@ -7,7 +7,7 @@ CATALOGUE: dict[str, dict[str, str]] = {
     "templates": {
         "glm4v_moe": "mm_models.data.templates.glm4v_moe:Glm4vMoeTemplate",
     },
-    # One collator under two names: positions come from the model's own rule, so `qwen3vl` with GLM gives GLM's positions.
+    # One collator, two names: positions come from the model's own rule, so `qwen3vl` with GLM gives GLM's.
     "collators": {
         "glm4v_moe": "mm_models.data.collator:VisionLanguageCollator",
         "qwen3vl": "mm_models.data.collator:VisionLanguageCollator",

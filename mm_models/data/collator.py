@@ -8,8 +8,8 @@
     image_grid_thw  (images, 3) int64, in patches                needs "grid", absent without images
     pixel_values    (patches, features) float32                  needs "pixels", absent without images
 
-S is the longest sample of the batch, rounded up to `pad_to_multiple_of`. Only what is needed is built: images are decoded
-for "pixels" alone. Positions come from the model's own rule, handed in, whichever collator id is named.
+S is the longest sample of the batch, rounded up to `pad_to_multiple_of`. Only what is needed is built: images are
+decoded for "pixels" alone. Positions come from the model's own rule, handed in, whichever collator id is named.
 Refused: an image whose pixels do not give the grid its header promised (the file changed since the start).
 """
 
@@ -98,10 +98,11 @@ class VisionLanguageCollator:
         for sample in samples:
             for path, grid in zip(sample.images, sample.grids, strict=True):
                 made = self._images(images=[load_rgb(path)], return_tensors="pt")
-                if tuple(made["image_grid_thw"][0].tolist()) != grid:
+                found = tuple(made["image_grid_thw"][0].tolist())
+                if found != grid:
                     raise UserError(
-                        f"row {sample.id}, image {str(path)!r}: its pixels give grid {made['image_grid_thw'][0].tolist()}, "
-                        f"its header gave {list(grid)} at the start; the file has changed."
+                        f"row {sample.id}, image {str(path)!r}: its pixels give grid {found}, "
+                        f"its header gave {grid} at the start; the file has changed."
                     )
                 pixels.append(made["pixel_values"])
         return torch.cat(pixels)

@@ -7,8 +7,8 @@ once. A row is then
     dropped   it is longer than `cutoff_len`, or has no answer to learn from: counted and listed in the report
     kept      one sample; its id is its row number
 
-`cutoff_len` acts on whole samples: ids, images and positions always belong together. A data set in which nothing is kept
-is refused.
+`cutoff_len` acts on whole samples: ids, images and positions always belong together. A data set in which nothing is
+kept is refused.
 """
 
 from __future__ import annotations
@@ -61,21 +61,34 @@ class Report:
 
     def lines(self) -> list[str]:
         """For people; the first line always, then one per reason."""
-        text = [f"data {self.path}: {self.kept} of {self.rows} rows, {self.tokens} tokens, {self.labelled} of them trained, {self.images} images"]
+        text = [
+            f"data {self.path}: {self.kept} of {self.rows} rows, {self.tokens} tokens, "
+            f"{self.labelled} of them trained, {self.images} images"
+        ]
         for title, reasons in (("dropped", self.dropped), ("note", self.notes)):
-            text += [f"data {title}: {reason}: {len(found)} rows: {_list(found)}" for reason, found in sorted(reasons.items())]
+            text += [
+                f"data {title}: {reason}: {len(found)} rows: {_list(found)}"
+                for reason, found in sorted(reasons.items())
+            ]
         return text
 
 
 class ChatDataset:
     """Samples by index, in the order of the file (`dataset_type: huggingface`)."""
 
-    def __init__(self, config: DataConfig, processor: Any, template: ChatTemplate, *, split: str = "train", decode: bool = True):
+    def __init__(
+        self, config: DataConfig, processor: Any, template: ChatTemplate, *, split: str = "train", decode: bool = True
+    ):
         """`split` is `train` (basic_parameters.dataset) or `valid` (val_dataset); `decode` opens every image fully."""
         basic, attr = config.dataset_param.basic_parameters, config.dataset_param.attr
-        name, limit = {"train": (basic.dataset, basic.max_samples), "valid": (basic.val_dataset, basic.val_max_samples)}[split]
+        name, limit = {
+            "train": (basic.dataset, basic.max_samples),
+            "valid": (basic.val_dataset, basic.val_max_samples),
+        }[split]
         if name is None:
-            raise UserError("val_dataset is null: there is no validation split. Name a file in basic_parameters.val_dataset.")
+            raise UserError(
+                "val_dataset is null: there is no validation split. Name a file in basic_parameters.val_dataset."
+            )
         self._processor, self._template, self._base = processor, template, basic.dataset_dir
         self._whole = set() if decode else None
         path = rows.find_file(name, basic.dataset_dir)
@@ -124,9 +137,11 @@ class ChatDataset:
         """(sample, why it is dropped or None, remarks)."""
         paths = tuple(images.resolve(image, self._base) for image in conversation.images)
         grids = tuple(map(self._grid, paths))
-        merge = self._processor.image_processor.merge_size ** 2
+        merge = self._processor.image_processor.merge_size**2
         encoded = self._template.encode(conversation.turns, [rows_ * columns // merge for _, rows_, columns in grids])
-        sample = Sample(id=conversation.row, ids=array("q", encoded.ids), trained=encoded.trained, images=paths, grids=grids)
+        sample = Sample(
+            id=conversation.row, ids=array("q", encoded.ids), trained=encoded.trained, images=paths, grids=grids
+        )
         expected = sum(rows_ * columns // merge for _, rows_, columns in grids)
         found = sample.ids.count(self._processor.image_token_id)
         if found != expected:
@@ -149,4 +164,6 @@ class ChatDataset:
 
 
 def _list(numbers: list[int]) -> str:
-    return ", ".join(map(str, numbers[:LISTED])) + (f" and {len(numbers) - LISTED} more" if len(numbers) > LISTED else "")
+    return ", ".join(map(str, numbers[:LISTED])) + (
+        f" and {len(numbers) - LISTED} more" if len(numbers) > LISTED else ""
+    )

@@ -1,8 +1,8 @@
 """Images of a sample: where the path leads, what the header says, and the RGB pixels.
 
-A picture is turned by its EXIF orientation and converted to RGB, exactly as `transformers.image_utils.load_image` does, so
-that the Hugging Face processor sees the same pixels. Refused, with the path: URLs, missing files, files PIL cannot read,
-truncated files, animations, and modes whose RGB conversion would lose depth (16-bit, 32-bit, float).
+A picture is turned by its EXIF orientation and converted to RGB, exactly as `transformers.image_utils.load_image`
+does, so that the Hugging Face processor sees the same pixels. Refused, with the path: URLs, missing files, files PIL
+cannot read, truncated files, animations, and modes whose RGB conversion would lose depth (16-bit, 32-bit, float).
 """
 
 from __future__ import annotations
@@ -45,7 +45,8 @@ def header_size(path: Path) -> tuple[int, int]:
 
 
 def check_whole(path: Path) -> None:
-    """Decode the file once, at the lowest resolution the format offers, so that a truncated one is found before training."""
+    """Decode the file once, at the lowest resolution the format offers, so that a truncated one is found before
+    training."""
     with _open(path) as image:
         image.draft("RGB", (1, 1))
         _decode(image, path)

@@ -1,7 +1,7 @@
 """`build_loader`: from data.json to the micro-batches of one data-parallel rank.
 
-Ranks of one model-parallel group pass the same arguments, `needs` apart, and get the same sample ids. The order does not
-depend on `num_workers`; a sample that a worker has prepared but no step has used is prepared again after a resume.
+Ranks of one model-parallel group pass the same arguments, `needs` apart, and get the same sample ids. The order does
+not depend on `num_workers`; a sample that a worker has prepared but no step has used is prepared again after a resume.
 Workers are started fresh (forkserver), never forked from a process that runs torch threads.
 """
 
@@ -29,7 +29,17 @@ class Loader:
     Each `iter` starts again at the `consumed_samples` the loader was built with: take it once.
     """
 
-    def __init__(self, *, dataset: Any, sampler: BaseRandomBatchSampler, collator: Any, processor: Any, template: Any, workers: int, pin: bool):
+    def __init__(
+        self,
+        *,
+        dataset: Any,
+        sampler: BaseRandomBatchSampler,
+        collator: Any,
+        processor: Any,
+        template: Any,
+        workers: int,
+        pin: bool,
+    ):
         self.dataset, self.sampler, self.collator = dataset, sampler, collator
         self.processor, self.template = processor, template
         self._workers, self._pin = workers, pin and torch.accelerator.is_available()
@@ -42,12 +52,13 @@ class Loader:
     def lines(self) -> list[str]:
         """The report and the settings that shape samples, for the start of a run."""
         least, most = pixel_bounds(self.processor)
+        tail = self.sampler.total - self.sampler.samples_per_epoch
         return [
             *self.report.lines(),
             f"data images: {least} to {most} pixels after resizing",
             f"data template: {self.template.name}; its tokens are special, text of a sample never becomes one",
-            f"data order: {len(self.sampler)} micro-batches per epoch and rank; {self.sampler.total - self.sampler.samples_per_epoch} "
-            "samples are left out at the end of each epoch",
+            f"data order: {len(self.sampler)} micro-batches per epoch and rank; "
+            f"{tail} samples are left out at the end of each epoch",
         ]
 
     def __len__(self) -> int:
@@ -83,8 +94,8 @@ def build_loader(
 ) -> Loader:
     """The loader of one data-parallel rank. `split` is `train`, or `valid` (in file order).
 
-    Raises UserError, before any step, for everything data.json, the data or the folder have wrong, and for a processor that
-    does not belong to the model.
+    Raises UserError, before any step, for everything data.json, the data or the folder have wrong, and for a processor
+    that does not belong to the model.
     """
     parameters, options = data_config.dataset_param, data_config.dataloader_param
     preprocess, basic = parameters.preprocess_parameters, parameters.basic_parameters
@@ -93,10 +104,14 @@ def build_loader(
     collator_class = table("collators").get(options.collate_param.collator)
     positions = table("positions").get(model_config.text.model_id) if model_config.text else None
     processor = load_processor(
-        preprocess.model_name_or_path, image_min_pixels=preprocess.image_min_pixels, image_max_pixels=preprocess.image_max_pixels
+        preprocess.model_name_or_path,
+        image_min_pixels=preprocess.image_min_pixels,
+        image_max_pixels=preprocess.image_max_pixels,
     )
     check_model(processor, model_config)
-    template = template_class(processor, name=basic.template, enable_thinking=basic.enable_thinking, mask_history=basic.mask_history)
+    template = template_class(
+        processor, name=basic.template, enable_thinking=basic.enable_thinking, mask_history=basic.mask_history
+    )
     dataset = dataset_class(data_config, processor, template, split=split, decode="pixels" in needs)
     if dataset.report.images and model_config.vision is None:
         raise UserError(f"{dataset.report.path} holds {dataset.report.images} images, the model has no image_encoder.")
@@ -136,12 +151,24 @@ def check_model(processor: Any, model: ModelConfig) -> None:
     if vision:
         pairs += [
             (f"vision_encoder.{ours}", getattr(vision, ours), theirs, getattr(images, theirs))
-            for ours, theirs in (("patch_size", "patch_size"), ("temporal_patch_size", "temporal_patch_size"), ("spatial_merge_size", "merge_size"))
+            for ours, theirs in (
+                ("patch_size", "patch_size"),
+                ("temporal_patch_size", "temporal_patch_size"),
+                ("spatial_merge_size", "merge_size"),
+            )
         ]
-    wrong = [f"model {ours} {got}, processor {theirs} {found}" for ours, got, theirs, found in pairs if got is not None and got != found]
+    wrong = [
+        f"model {ours} {got}, processor {theirs} {found}"
+        for ours, got, theirs, found in pairs
+        if got is not None and got != found
+    ]
     if model.text and len(tokenizer) > model.text.vocab_size:
-        wrong.append(f"model text_decoder.vocab_size {model.text.vocab_size}, the tokenizer has {len(tokenizer)} tokens")
+        wrong.append(
+            f"model text_decoder.vocab_size {model.text.vocab_size}, the tokenizer has {len(tokenizer)} tokens"
+        )
     if tokenizer.pad_token_id is None:
         wrong.append("the tokenizer has no pad token")
     if wrong:
-        raise UserError(f"model.json and the processor of {tokenizer.name_or_path!r} do not belong together: {'; '.join(wrong)}.")
+        raise UserError(
+            f"model.json and the processor of {tokenizer.name_or_path!r} do not belong together: {'; '.join(wrong)}."
+        )

@@ -40,12 +40,15 @@ def glm4v_moe(
                 counter += length
                 continue
             if used == len(grids):
-                raise ValueError(f"batch row {row}: image {used} has tokens but no grid; the batch brings {len(grids)} grids.")
+                raise ValueError(
+                    f"batch row {row}: image {used} has tokens but no grid; the batch brings {len(grids)} grids."
+                )
             time, height, width = grids[used]
             height, width = height // spatial_merge_size, width // spatial_merge_size
             if length != time * height * width:
                 raise ValueError(
-                    f"batch row {row}, image {used}: {length} image tokens, grid {tuple(grids[used])} needs {time * height * width}."
+                    f"batch row {row}, image {used}: {length} image tokens, "
+                    f"grid {tuple(grids[used])} needs {time * height * width}."
                 )
             pieces.append(torch.cartesian_prod(*map(torch.arange, (time, height, width))).reshape(-1, 3).T + counter)
             counter += max(height, width)

@@ -44,7 +44,9 @@ KINDS = {
 }
 
 
-def load_processor(folder: str | Path, *, image_min_pixels: int | None = None, image_max_pixels: int | None = None) -> Any:
+def load_processor(
+    folder: str | Path, *, image_min_pixels: int | None = None, image_max_pixels: int | None = None
+) -> Any:
     """The stock processor (`type(p).__name__ == "Glm4vProcessor"`) of a local folder; no network is used.
 
     The bounds, where given, replace the folder's own and are saved with the processor by `save_pretrained`.
@@ -122,7 +124,9 @@ def _chat_template(folder: Path, tokenizer: Any) -> str:
         return json.loads((folder / "chat_template.json").read_text(encoding="utf-8"))["chat_template"]
     if isinstance(tokenizer.chat_template, str):
         return tokenizer.chat_template
-    raise UserError(f"{folder}: no chat template; expected chat_template.jinja, chat_template.json or one in tokenizer_config.json.")
+    raise UserError(
+        f"{folder}: no chat template; expected chat_template.jinja, chat_template.json or one in tokenizer_config.json."
+    )
 
 
 def _named(target: str) -> Any:
@@ -131,9 +135,11 @@ def _named(target: str) -> Any:
 
 
 def _without_video(stock: type) -> type:
-    """A subclass of the stock processor that neither has nor asks for a video processor, and saves under the stock name.
+    """A subclass of the stock processor that neither has nor asks for a video processor, and saves under the stock
+    name.
 
-    Transformers reads a processor's parts from the parameter names of `__init__`: without `video_processor` there is none.
+    Transformers reads a processor's parts from the parameter names of `__init__`: without `video_processor` there is
+    none.
     """
 
     class ImageOnlyProcessor(stock):

@@ -1,8 +1,8 @@
 """Rows of a JSON or JSONL file as conversations.
 
 A row holds `messages` (a list of {role, content}) and `images` (a list of paths), under the names `attr` gives. In a
-content, `<image>` stands for the next image of the row; their number must agree. Rows are counted from 0, and that number
-is the sample id everywhere.
+content, `<image>` stands for the next image of the row; their number must agree. Rows are counted from 0, and that
+number is the sample id everywhere.
 
 Refused by row: a missing or mistyped column, an unknown role, turns that do not alternate user / assistant after an
 optional system text, a conversation without a last answer, image marks that do not match the images, and video.
@@ -47,7 +47,9 @@ def find_file(dataset: str, dataset_dir: str) -> Path:
     for path in choices:
         if path.is_file():
             return path
-    raise UserError(f"dataset {dataset!r}: no such file; looked at {' and '.join(str(path.absolute()) for path in choices)}.")
+    raise UserError(
+        f"dataset {dataset!r}: no such file; looked at {' and '.join(str(path.absolute()) for path in choices)}."
+    )
 
 
 def read_rows(path: Path) -> list[Any]:
@@ -60,7 +62,9 @@ def read_rows(path: Path) -> list[Any]:
         raise UserError(f"{path}: not UTF-8 text ({error}).") from error
     except json.JSONDecodeError as error:
         hint = " One value per line is JSONL: name the file .jsonl." if error.msg == "Extra data" else ""
-        raise UserError(f"{path}: not valid JSON, line {error.lineno} column {error.colno}: {error.msg}.{hint}") from error
+        raise UserError(
+            f"{path}: not valid JSON, line {error.lineno} column {error.colno}: {error.msg}.{hint}"
+        ) from error
     if not isinstance(rows, list):
         raise UserError(f"{path}: got {type(rows).__name__} at the top, expected a list of rows.")
     return rows
@@ -81,7 +85,9 @@ def parse_row(row: int, value: Any, attr: Attributes) -> Conversation:
     if not isinstance(value, dict):
         raise UserError(f"got {type(value).__name__}, expected an object")
     if attr.videos is not None and value.get(attr.videos):
-        raise UserError(f"{len(value[attr.videos])} videos under {attr.videos!r}; video is not supported yet, take the row out")
+        raise UserError(
+            f"{len(value[attr.videos])} videos under {attr.videos!r}; video is not supported yet, take the row out"
+        )
     turns = tuple(_system(value, attr) + _turns(value, attr))
     images = _images(value, attr)
     _check_order(turns)
@@ -104,7 +110,9 @@ def _turns(value: dict[str, Any], attr: Attributes) -> list[Turn]:
     if attr.messages not in value:
         close = nearest(attr.messages, value)
         hint = f", did you mean {close!r}" if close else ""
-        raise UserError(f"no key {attr.messages!r} (attr.messages){hint}; the row has {', '.join(map(repr, value)) or 'no keys'}")
+        raise UserError(
+            f"no key {attr.messages!r} (attr.messages){hint}; the row has {', '.join(map(repr, value)) or 'no keys'}"
+        )
     messages = value[attr.messages]
     if not isinstance(messages, list) or not messages:
         raise UserError(f"{attr.messages!r} is {messages!r:.60}, expected a list of messages")
@@ -143,13 +151,19 @@ def _check_order(turns: tuple[Turn, ...]) -> None:
     spoken = roles[1:] if roles[0] == "system" else roles
     expected = ["user", "assistant"] * (len(spoken) // 2)
     if not spoken or spoken != expected:
-        raise UserError(f"turns are {', '.join(roles)}; expected an optional system, then user and assistant in turn, the answer last")
+        raise UserError(
+            f"turns are {', '.join(roles)}; expected an optional system, "
+            "then user and assistant in turn, the answer last"
+        )
 
 
 def refuse(path: Path, total: int, faults: list[tuple[int, str]]) -> None:
-    """Raise one error that names the first faulty rows of a file and counts all of them; nothing when there are none."""
+    """Raise one error that names the first faulty rows of a file and counts all of them; nothing when there are
+    none."""
     if not faults:
         return
     lines = [f"  row {row}: {reason}" for row, reason in faults[:LISTED]]
     more = [f"  and {len(faults) - LISTED} more"] if len(faults) > LISTED else []
-    raise UserError("\n".join([f"{path}: {len(faults)} of {total} rows refused (rows are counted from 0)", *lines, *more]))
+    raise UserError(
+        "\n".join([f"{path}: {len(faults)} of {total} rows refused (rows are counted from 0)", *lines, *more])
+    )

@@ -1,8 +1,9 @@
 """The order of samples: a function of (seed, epoch) alone.
 
 Every rank computes the same order of the whole data set, cuts it into global batches, and takes its own rows of each:
-micro-batch m of data-parallel rank r holds positions [(m * dp + r) * micro, + micro) of the global batch. So the samples
-of a step do not depend on DP size, workers or PYTHONHASHSEED, and the whole state is one number, `consumed_samples`.
+micro-batch m of data-parallel rank r holds positions [(m * dp + r) * micro, + micro) of the global batch. So the
+samples of a step do not depend on DP size, workers or PYTHONHASHSEED, and the whole state is one number,
+`consumed_samples`.
 
 The tail: an epoch has total // global_batch_size global batches; samples left over are not used in that epoch, and the
 next epoch is shuffled anew. Resuming with another global batch size recounts the position in epochs of the new length.
@@ -37,11 +38,13 @@ class BaseRandomBatchSampler:
     ):
         if global_batch_size % (micro_batch_size * dp_size):
             raise UserError(
-                f"global batch {global_batch_size} does not divide by micro-batch {micro_batch_size} x data parallel {dp_size} "
-                f"= {micro_batch_size * dp_size}."
+                f"global batch {global_batch_size} does not divide by micro-batch {micro_batch_size} x "
+                f"data parallel {dp_size} = {micro_batch_size * dp_size}."
             )
         if total < global_batch_size:
-            raise UserError(f"{total} samples are fewer than one global batch of {global_batch_size}: no step could run.")
+            raise UserError(
+                f"{total} samples are fewer than one global batch of {global_batch_size}: no step could run."
+            )
         self.total, self.consumed_samples = total, consumed_samples
         self._micro, self._global = micro_batch_size, global_batch_size
         self._dp_rank, self._dp_size = dp_rank, dp_size

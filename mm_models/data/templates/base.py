@@ -1,11 +1,12 @@
 """What all chat templates share: pieces, their token ids, and the proof that the model's own template says the same.
 
-A template renders a conversation into pieces. A piece is a template token (one id, looked up), an image, or text. Text is
-always tokenised without the tokenizer's added tokens: `<|image|>` typed by a user stays nine characters of text. Pieces
-carry the trained flag, so labels come by construction and never from a search in the ids.
+A template renders a conversation into pieces. A piece is a template token (one id, looked up), an image, or text.
+Text is always tokenised without the tokenizer's added tokens: `<|image|>` typed by a user stays nine characters of
+text. Pieces carry the trained flag, so labels come by construction and never from a search in the ids.
 
-`ChatTemplate` checks itself when it is made: every template token exists in the tokenizer, and probe conversations render
-to the very string the folder's own chat template gives. A template of another model is refused there, before any row.
+`ChatTemplate` checks itself when it is made: every template token exists in the tokenizer, and probe conversations
+render to the very string the folder's own chat template gives. A template of another model is refused there, before
+any row.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import json
+import os
 from collections.abc import Iterable, Sequence
 from typing import Any, ClassVar
 
@@ -80,7 +82,8 @@ class ChatTemplate:
         self._prove(processor)
 
     def render(self, turns: Sequence[Turn]) -> Rendered:
-        """Pieces of a conversation; images stand where `IMAGE_MARK` stands in the text. Raises UserError on text the format cannot hold."""
+        """Pieces of a conversation; images stand where `IMAGE_MARK` stands in the text. Raises UserError on text the
+        format cannot hold."""
         raise NotImplementedError
 
     def encode(self, turns: Sequence[Turn], image_tokens: Sequence[int]) -> Encoded:
@@ -88,7 +91,9 @@ class ChatTemplate:
         rendered = self.render(turns)
         slots = sum(piece.image for piece in rendered.pieces)
         if slots != len(image_tokens):
-            raise UserError(f"{len(image_tokens)} images, {slots} left after the template (an earlier turn's thought is dropped).")
+            raise UserError(
+                f"{len(image_tokens)} images, {slots} left after the template (an earlier turn's thought is dropped)."
+            )
         ids: list[int] = []
         flags: list[bool] = []
         counts = iter(image_tokens)
@@ -100,7 +105,12 @@ class ChatTemplate:
                 repeat = next(counts) if piece.image else 1
                 ids += [self._ids[piece.text]] * repeat
                 flags += [piece.trained] * repeat
-        return Encoded(ids=tuple(ids), trained=_spans(flags), answered=rendered.answered, notes=rendered.notes + self._literal_notes(turns))
+        return Encoded(
+            ids=tuple(ids),
+            trained=_spans(flags),
+            answered=rendered.answered,
+            notes=rendered.notes + self._literal_notes(turns),
+        )
 
     def split(self, text: str, *, trained: bool = False) -> list[Piece]:
         """Text with image marks as pieces: images are never trained."""
@@ -120,7 +130,8 @@ class ChatTemplate:
     def _encode_text(self, pieces: Sequence[Piece], ids: list[int], flags: list[bool]) -> None:
         """Tokenise neighbouring text as one string, as Hugging Face does between two special tokens.
 
-        A token is trained when it touches a trained character: `\\n` before an answer stays untrained unless merged into it.
+        A token is trained when it touches a trained character: `\\n` before an answer stays untrained unless merged
+        into it.
         """
         marks = [piece.trained for piece in pieces for _ in piece.text]
         encoding = self._plain.encode("".join(piece.text for piece in pieces), add_special_tokens=False)
@@ -147,10 +158,11 @@ class ChatTemplate:
             messages = [{"role": turn.role, "content": _parts(turn.text)} for turn in turns]
             theirs = processor.apply_chat_template(messages, tokenize=False, enable_thinking=self.enable_thinking)
             if ours != theirs:
-                at = next((i for i, pair in enumerate(zip(ours, theirs, strict=False)) if pair[0] != pair[1]), min(len(ours), len(theirs)))
+                at = len(os.path.commonprefix([ours, theirs]))
+                here = slice(max(0, at - 20), at + 20)
                 raise UserError(
-                    f"template {self.name!r} and the chat template of {processor.tokenizer.name_or_path!r} differ at character {at}: "
-                    f"{ours[max(0, at - 20) : at + 20]!r}, the folder has {theirs[max(0, at - 20) : at + 20]!r}. "
+                    f"template {self.name!r} and the chat template of {processor.tokenizer.name_or_path!r} differ "
+                    f"at character {at}: {ours[here]!r}, the folder has {theirs[here]!r}. "
                     "Name the template of this model."
                 )
 
@@ -197,4 +209,6 @@ def _without_added_tokens(tokenizer: Any) -> Any:
     from tokenizers import Tokenizer
 
     state = json.loads(tokenizer.backend_tokenizer.to_str())
-    return Tokenizer.from_str(json.dumps(state | {"added_tokens": [], "post_processor": None, "truncation": None, "padding": None}))
+    return Tokenizer.from_str(
+        json.dumps(state | {"added_tokens": [], "post_processor": None, "truncation": None, "padding": None})
+    )

@@ -2,12 +2,13 @@
 
     [gMASK]<sop><|system|>\\n{system}<|user|>\\n{user}[/nothink]<|assistant|>\\n<think>{thought}</think>\\n{answer}<|user|>...
 
-What is trained, and nothing else: each answer; its end token, which is the next `<|user|>` (GLM stops on it) and after the
-last answer a `<|user|>` of our own, which the template does not write; and a thought the data really holds, with its two
-tags. The empty `<think></think>` the template adds is not trained, nor is an image inside an answer.
+What is trained, and nothing else: each answer; its end token, which is the next `<|user|>` (GLM stops on it) and
+after the last answer a `<|user|>` of our own, which the template does not write; and a thought the data really holds,
+with its two tags. The empty `<think></think>` the template adds is not trained, nor is an image inside an answer.
 
-As the model's template does: answers are stripped, and thoughts are kept only after the last user turn (a row that loses
-one is noted). Inside an answer `<|begin_of_box|>` and `<|end_of_box|>` are tokens; a user turn may end in `/nothink`.
+As the model's template does: answers are stripped, and thoughts are kept only after the last user turn (a row that
+loses one is noted). Inside an answer `<|begin_of_box|>` and `<|end_of_box|>` are tokens; a user turn may end in
+`/nothink`.
 """
 
 from __future__ import annotations
@@ -78,7 +79,11 @@ class Glm4vMoeTemplate(ChatTemplate):
         if answer:
             pieces.append(Piece(text="\n", trained=thinks))
             for part in re.split(f"({'|'.join(map(re.escape, BOXES))})", answer):
-                pieces += [Piece(text=part, token=True, trained=trained)] if part in BOXES else self.split(part, trained=trained)
+                pieces += (
+                    [Piece(text=part, token=True, trained=trained)]
+                    if part in BOXES
+                    else self.split(part, trained=trained)
+                )
         return pieces
 
 
