@@ -56,26 +56,31 @@ def building(device: torch.device | str, dtype: torch.dtype) -> Iterator[None]:
         torch.set_default_dtype(before)
 
 
-def build_chunks(
+def build_chunk(
     model: ModelConfig,
     layout: ParallelLayout,
     split: ModelSplit,
     *,
+    chunk: int = 0,
     dtype: torch.dtype = torch.float32,
     device: torch.device | str = "cpu",
     stage: int | None = None,
-) -> list[VLMModel]:
-    """The virtual chunks of pipeline rank `stage` (default: this rank's), uninitialised, with freezing applied."""
+) -> VLMModel:
+    """Virtual chunk `chunk` of pipeline rank `stage` (default: this rank's), uninitialised, with freezing applied."""
     model.check_layout(layout)
     stage = parallel_state.get_pipeline_model_parallel_rank() if stage is None else stage
     config = core_config(model, layout, dtype=dtype)
     with building(device, dtype):
-        chunks = [
-            VLMModel(model=model, layout=layout, split=split, stage=stage, chunk=chunk, config=config, provider=Provider(str(device)))
-            for chunk in range(layout.vpp)
-        ]
-    freeze(chunks, model)
-    return chunks
+        built = VLMModel(
+            model=model, layout=layout, split=split, stage=stage, chunk=chunk, config=config, provider=Provider(str(device))
+        )
+    freeze([built], model)
+    return built
+
+
+def build_chunks(model: ModelConfig, layout: ParallelLayout, split: ModelSplit, **how) -> list[VLMModel]:
+    """Every virtual chunk of a pipeline rank; `how` as in `build_chunk`."""
+    return [build_chunk(model, layout, split, chunk=chunk, **how) for chunk in range(layout.vpp)]
 
 
 def named_tensors(chunks: list[nn.Module]) -> dict[str, torch.Tensor]:

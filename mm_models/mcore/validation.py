@@ -72,6 +72,7 @@ def _layout(args: Arguments, world: int) -> ParallelLayout:
         vpp=args.virtual_pipeline_model_parallel_size,
         ep=args.expert_model_parallel_size,
         etp=args.expert_tensor_parallel_size,
+        sequence_parallel=args.sequence_parallel,
     )
 
 
