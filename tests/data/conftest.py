@@ -1,0 +1,23 @@
+from __future__ import annotations
+
+import pytest
+
+from mm_models.data.processor import load_processor
+from mm_models.data.templates.glm4v_moe import Glm4vMoeTemplate
+from tests.data import kit
+
+
+@pytest.fixture(scope="session")
+def folder(tmp_path_factory):
+    """A processor folder; read-only by convention."""
+    return kit.processor_folder(tmp_path_factory.mktemp("processor") / "hf")
+
+
+@pytest.fixture(scope="session")
+def processor(folder):
+    return load_processor(folder)
+
+
+@pytest.fixture(scope="session")
+def template(processor):
+    return Glm4vMoeTemplate(processor, name="glm4v_moe")
