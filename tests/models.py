@@ -150,3 +150,23 @@ def _persistent_buffers(model: torch.nn.Module):
 
 def _seed_of(seed: int, name: str) -> int:
     return int.from_bytes(hashlib.blake2b(f"{seed}:{name}".encode(), digest_size=7).digest(), "little")
+
+
+def tiny_model_json(config, **sections: Any) -> dict[str, Any]:
+    """model.json of a ``Glm4vMoeConfig``, by the config map.
+
+    Keyword arguments update a section, or a key at the root:
+    ``tiny_model_json(config, text_decoder={"pipeline_num_layers": [2, 2]}, loss_cfg={"loss_type": "per_token_loss"})``.
+    """
+    from mm_models.config.family import family_of
+
+    raw = config.to_dict()
+    content = family_of(raw, "the tiny config").model_json(raw)
+    for name, value in sections.items():
+        if name in ("vision_encoder", "vision_projector"):
+            content["image_encoder"][name] |= value
+        elif isinstance(value, dict) and isinstance(content.get(name), dict):
+            content[name] |= value
+        else:
+            content[name] = value
+    return content

@@ -1,0 +1,92 @@
+"""`glm4v_vit`: the GLM vision tower. Blocks split by TP; everything around them is replicated.
+
+Hugging Face stores attention as one [q; k; v]; here each head's q, k and v stand together, so that a TP slice is whole heads.
+"""
+
+from mm_models.config.config_map import ConfigMap, Field, Fixed, Required
+from mm_models.weights.rules import GLU, KV_GROUPS, REPLICATE, ROW, Concat, QkvGroups, Rule, Same, WeightTable
+
+
+def _sizes(config) -> dict[str, int]:
+    return {
+        "hidden": config.hidden_size,
+        "3hidden": 3 * config.hidden_size,
+        "ffn": config.ffn_hidden_size,
+        "2ffn": 2 * config.ffn_hidden_size,
+        "out": config.out_hidden_size,
+        "heads": config.num_attention_heads,
+        "groups": config.num_attention_heads,
+        "head_dim": config.head_dim,
+        "channels": config.in_channels,
+        "frames": config.temporal_patch_size,
+        "patch": config.patch_size,
+        "merge": config.spatial_merge_size,
+        "positions": (config.image_size // config.patch_size) ** 2,
+    }
+
+
+LAYER, BLOCK = "blocks.layers.{layer}.", "blocks.{layer}."
+
+WEIGHTS = WeightTable(
+    model_id="glm4v_vit",
+    section="vision_encoder",
+    mm_prefix="image_encoder.encoder.",
+    hf_prefixes={"vision_encoder": "model.visual."},
+    sizes=_sizes,
+    rules=(
+        Rule(mm="patch_embed.proj.weight", hf=Same("patch_embed.proj.weight"),
+             shape=("hidden", "channels", "frames", "patch", "patch"), place="vision_first", shard=REPLICATE),
+        Rule(mm="patch_embed.proj.bias", hf=Same("patch_embed.proj.bias"),
+             shape=("hidden",), place="vision_first", shard=REPLICATE, init="zeros"),
+        Rule(mm="post_conv_layernorm.weight", hf=Same("post_conv_layernorm.weight"),
+             shape=("hidden",), place="vision_first", shard=REPLICATE, init="ones"),
+        Rule(mm="embeddings.position_embedding.weight", hf=Same("embeddings.position_embedding.weight"),
+             shape=("positions", "hidden"), place="vision_first", shard=REPLICATE),
+        Rule(mm=LAYER + "input_layernorm.weight", hf=Same(BLOCK + "norm1.weight"),
+             shape=("hidden",), place="vision_layer", shard=REPLICATE, init="ones"),
+        Rule(mm=LAYER + "self_attention.linear_qkv.weight", hf=QkvGroups(names=(BLOCK + "attn.qkv.weight",)),
+             shape=("3hidden", "hidden"), place="vision_layer", shard=KV_GROUPS),
+        Rule(mm=LAYER + "self_attention.linear_proj.weight", hf=Same(BLOCK + "attn.proj.weight"),
+             shape=("hidden", "hidden"), place="vision_layer", shard=ROW),
+        Rule(mm=LAYER + "pre_mlp_layernorm.weight", hf=Same(BLOCK + "norm2.weight"),
+             shape=("hidden",), place="vision_layer", shard=REPLICATE, init="ones"),
+        Rule(mm=LAYER + "mlp.linear_fc1.weight", hf=Concat(BLOCK + "mlp.gate_proj.weight", BLOCK + "mlp.up_proj.weight"),
+             shape=("2ffn", "hidden"), place="vision_layer", shard=GLU),
+        Rule(mm=LAYER + "mlp.linear_fc2.weight", hf=Same(BLOCK + "mlp.down_proj.weight"),
+             shape=("hidden", "ffn"), place="vision_layer", shard=ROW),
+        Rule(mm="blocks.final_layernorm.weight", hf=Same("post_layernorm.weight"),
+             shape=("hidden",), place="vision_last", shard=REPLICATE, init="ones"),
+        Rule(mm="downsample.weight", hf=Same("downsample.weight"),
+             shape=("out", "hidden", "merge", "merge"), place="vision_last", shard=REPLICATE),
+        Rule(mm="downsample.bias", hf=Same("downsample.bias"),
+             shape=("out",), place="vision_last", shard=REPLICATE, init="zeros"),
+    ),
+)  # fmt: skip
+
+CONFIG = ConfigMap(
+    model_id="glm4v_vit",
+    section="vision_encoder",
+    hf_section="vision_config",
+    fields=(
+        Field("num_layers", "depth", default=24),
+        Field("hidden_size", "hidden_size", default=1536),
+        Field("num_attention_heads", "num_heads", default=12),
+        # The blocks' MLP is as wide as the tower's output; `intermediate_size` is the merger's width.
+        Field("ffn_hidden_size", "out_hidden_size", default=4096),
+        Field("out_hidden_size", "out_hidden_size", default=4096),
+        Field("image_size", "image_size", default=336),
+        Field("patch_size", "patch_size", default=14),
+        Field("temporal_patch_size", "temporal_patch_size", default=2),
+        Field("spatial_merge_size", "spatial_merge_size", default=2),
+        Field("in_channels", "in_channels", default=3),
+        Field("attention_bias", "attention_bias", default=False),
+        Field("activation_func", "hidden_act", default="silu"),
+        Field("rms_norm_eps", "rms_norm_eps", default=1e-5),
+        Field("init_method_std", "initializer_range", default=0.02),
+        Required("rope_parameters.rope_type", ("axial",)),
+        Field("rope_theta", "rope_parameters.rope_theta", default=10000.0),
+        Fixed("gated_linear_unit", True),
+        Fixed("add_bias_linear", False),
+        Fixed("normalization", "RMSNorm"),
+    ),
+)

@@ -1,0 +1,364 @@
+"""From two sides of fragments to a list of slabs: what to read, how to cut it, where to write it.
+
+A `Fragment` is a tensor in some file (or in memory) with the placements that say which boxes of global tensors it is. A
+Hugging Face folder, a checkpoint of any layout, an optimizer file and a live model are all just lists of fragments, and
+moving weights between any two of them is `plan(sources, targets)`.
+
+Every global tensor is seen as rows (all dimensions but the last) by columns. Rows are cut wherever the set of fragments
+that hold them changes; between two cuts addresses are linear. A slab is a run of such rows, small enough for a buffer: its
+sources are read once, in whole rows where they have them, and every target that wants the rows is written from the buffer;
+only column slices (row-parallel weights) are cut in memory.
+
+Refused before a byte is written: a target element that no source holds or two do, a source element that no target takes,
+data types that differ inside one tensor, shapes that do not partition.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from mm_models.errors import UserError
+from mm_models.weights.boxes import Placement, Shape, partition_fault, row_runs, volume
+from mm_models.weights.dtypes import itemsize
+
+BLOCK = 8 << 20
+"""Bytes a slab reads at most, one row excepted."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Fragment:
+    """A stored tensor. `offset` is the byte address of its element 0 in `file`, or in `memory` (a writable byte view).
+
+    `shape` has as many dimensions as its global tensors. A fragment that holds only the flat range `stored` of its elements
+    (an optimizer moment of one data-parallel rank) has its data at `offset + start * itemsize`. `cast` lets a target take
+    another data type than its source. `crc` is what the manifest says of a source.
+    """
+
+    label: str
+    dtype: str
+    shape: Shape
+    placements: tuple[Placement, ...]
+    file: Path | None = None
+    memory: memoryview | None = None
+    offset: int = 0
+    stored: tuple[int, int] | None = None
+    cast: bool = False
+    crc: int | None = None
+
+    @property
+    def elements(self) -> int:
+        return volume(self.shape) if self.stored is None else self.stored[1] - self.stored[0]
+
+    @property
+    def data_start(self) -> int:
+        return self.offset + (self.stored[0] * self.itemsize if self.stored else 0)
+
+    @property
+    def itemsize(self) -> int:
+        return itemsize(self.dtype, self.label)
+
+    @property
+    def nbytes(self) -> int:
+        return self.elements * self.itemsize
+
+
+@dataclass(frozen=True, slots=True)
+class Read:
+    """`rows` rows of `width` bytes, `stride` apart, from `offset` of source number `source`."""
+
+    source: int
+    offset: int
+    rows: int
+    stride: int
+    width: int
+
+    @property
+    def nbytes(self) -> int:
+        return (self.rows - 1) * self.stride + self.width
+
+
+@dataclass(frozen=True, slots=True)
+class Write:
+    """`rows` rows of `width` bytes, `stride` apart, to `offset` of target number `target`.
+
+    `parts` are the columns it is made of: (read number in the slab, byte column there, byte column here, bytes), all in the
+    source's data type; `width` and `stride` are in the target's.
+    """
+
+    target: int
+    offset: int
+    rows: int
+    stride: int
+    width: int
+    parts: tuple[tuple[int, int, int, int], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Slab:
+    reads: tuple[Read, ...]
+    writes: tuple[Write, ...]
+    dtype: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """Slabs in the order of the source files, and the fragments they speak of. `replicas` are sources that hold what
+    another one holds as well: they are not read (`keep`, `other`)."""
+
+    sources: Sequence[Fragment]
+    targets: Sequence[Fragment]
+    slabs: Sequence[Slab]
+    replicas: Sequence[tuple[Fragment, Fragment]]
+
+    @property
+    def bytes_read(self) -> int:
+        return sum(read.nbytes for slab in self.slabs for read in slab.reads)
+
+    @property
+    def bytes_written(self) -> int:
+        return sum(write.rows * write.width for slab in self.slabs for write in slab.writes)
+
+
+@dataclass(frozen=True, slots=True)
+class _Span:
+    """A run of rows of one placement: global rows [row, row+rows) x columns [col, col+width), local address alike."""
+
+    fragment: int
+    row: int
+    rows: int
+    local_row: int
+    col: int
+    width: int
+    local_col: int
+    local_width: int
+
+
+@dataclass
+class _Tally:
+    """How many elements of every fragment the plan has used, and which tensors it could not serve."""
+
+    used: dict[int, int] = field(default_factory=dict)
+    written: dict[int, int] = field(default_factory=dict)
+    faults: list[str] = field(default_factory=list)
+
+
+def plan(
+    sources: Iterable[Fragment],
+    targets: Iterable[Fragment],
+    shapes: Mapping[str, Shape],
+    *,
+    use_all: bool = True,
+    block: int = BLOCK,
+) -> Plan:
+    """The slabs that fill every element of `targets` from `sources`. `shapes` are the global tensors' shapes.
+
+    With `use_all` every source element must reach a target (a conversion); without, only what is wanted is read (one rank's load).
+    """
+    sources, targets = list(sources), list(targets)
+    for target in targets:
+        if fault := partition_fault(target.shape, [p.local_box for p in target.placements]):
+            raise UserError(f"{target.label}: {fault}")
+    source_spans, replicas = _spans_by_tensor(sources, shapes, dedupe=True)
+    target_spans, _ = _spans_by_tensor(targets, shapes, dedupe=False)
+    tally, slabs = _Tally(), []
+    for tensor, wanted in target_spans.items():
+        held = source_spans.get(tensor, [])
+        if not held:
+            tally.faults.append(f"{targets[wanted[0].fragment].label}: no source holds any of it")
+            continue
+        dtypes = {sources[span.fragment].dtype: sources[span.fragment].label for span in held}
+        if len(dtypes) > 1:
+            parts = " but ".join(f"{dtype} in {label}" for dtype, label in dtypes.items())
+            tally.faults.append(f"{tensor}: its parts have different data types ({parts}); a converter never casts")
+            continue
+        slabs += _tensor_slabs(tensor, held, wanted, sources, targets, tally, block)
+    skipped = {id(other) for _, other in replicas}
+    for number, source in enumerate(sources):
+        used = tally.used.get(number, 0)
+        if use_all and used != source.elements and id(source) not in skipped:
+            tally.faults.append(f"{source.label}: {source.elements - used} of {source.elements} elements go nowhere")
+    for number, target in enumerate(targets):
+        if not tally.faults and tally.written.get(number, 0) != target.elements:
+            tally.faults.append(
+                f"{target.label}: {tally.written.get(number, 0)} of {target.elements} elements would be written"
+            )
+    if tally.faults:
+        raise UserError("the weights do not fit together: " + "; ".join(_first(tally.faults)) + ".")
+    order = {path: at for at, path in enumerate(dict.fromkeys(source.file for source in sources))}
+    slabs.sort(key=lambda slab: (order[sources[slab.reads[0].source].file], slab.reads[0].offset))
+    return Plan(sources=sources, targets=targets, slabs=slabs, replicas=replicas)
+
+
+def _spans_by_tensor(fragments: list[Fragment], shapes: Mapping[str, Shape], *, dedupe: bool):
+    """All placements as spans, by global tensor; with `dedupe`, of equal boxes only the first fragment's."""
+    spans: dict[str, list[_Span]] = {}
+    seen: dict[tuple, int] = {}
+    replicas: dict[tuple[int, int], None] = {}
+    for number, fragment in enumerate(fragments):
+        for placement in fragment.placements:
+            key = (placement.tensor, placement.start, placement.extent)
+            if dedupe and seen.setdefault(key, number) != number:
+                replicas[seen[key], number] = None
+                continue
+            shape, local = shapes[placement.tensor], fragment.shape
+            if len(shape) == 1:  # a vector is rows of one column
+                placement = Placement(
+                    placement.tensor, (*placement.start, 0), (*placement.local, 0), (*placement.extent, 1)
+                )
+                shape, local = (*shape, 1), (*local, 1)
+            for row, local_row, rows in row_runs(shape[:-1], local[:-1], placement):
+                span = _Span(
+                    number,
+                    row,
+                    rows,
+                    local_row,
+                    placement.start[-1],
+                    placement.extent[-1],
+                    placement.local[-1],
+                    local[-1],
+                )
+                spans.setdefault(placement.tensor, []).append(span)
+    return spans, [(fragments[a], fragments[b]) for a, b in replicas]
+
+
+def _tensor_slabs(
+    tensor: str, held: list[_Span], wanted: list[_Span], sources, targets, tally: _Tally, block: int
+) -> list[Slab]:
+    slabs: list[Slab] = []
+    pending: tuple | None = None  # (signature, first row, last row, sources, targets)
+    for low, high, active, takers in _segments(held, wanted):
+        if not takers:
+            continue
+        needed = _needed(tensor, active, takers, low, high, sources, targets, tally)
+        if needed is None:
+            return []
+        signature = tuple((s.fragment, s.local_row - s.row, s.col, s.local_col, s.width) for s in (*needed, *takers))
+        if pending and pending[0] == signature and pending[2] == low:
+            pending = (signature, pending[1], high, pending[3], pending[4])
+            continue
+        if pending:
+            slabs += _chop(*pending[1:], sources, targets, tally, block)
+        pending = (signature, low, high, needed, takers)
+    if pending:
+        slabs += _chop(*pending[1:], sources, targets, tally, block)
+    return slabs
+
+
+def _segments(held: list[_Span], wanted: list[_Span]):
+    """Runs of rows between two cuts: (first row, end row, sources there, targets there)."""
+    cuts = sorted({edge for span in (*held, *wanted) for edge in (span.row, span.row + span.rows)})
+    held, wanted = sorted(held, key=lambda s: (s.row, s.col)), sorted(wanted, key=lambda s: (s.row, s.col))
+    active: list[_Span] = []
+    takers: list[_Span] = []
+    next_held = next_wanted = 0
+    for low, high in zip(cuts, cuts[1:]):
+        active = [span for span in active if span.row + span.rows > low]
+        takers = [span for span in takers if span.row + span.rows > low]
+        while next_held < len(held) and held[next_held].row <= low:
+            active.append(held[next_held])
+            next_held += 1
+        while next_wanted < len(wanted) and wanted[next_wanted].row <= low:
+            takers.append(wanted[next_wanted])
+            next_wanted += 1
+        yield low, high, active, takers
+
+
+def _needed(
+    tensor, active: list[_Span], takers: list[_Span], low: int, high: int, sources, targets, tally: _Tally
+) -> list[_Span] | None:
+    """The sources, by column, that together hold what the targets want of these rows; None after recording a fault."""
+    active = sorted(active, key=lambda s: s.col)
+    for one, two in zip(active, active[1:]):
+        if one.col + one.width > two.col:
+            tally.faults.append(
+                f"{tensor} rows {low}:{high} are in both {sources[one.fragment].label} and {sources[two.fragment].label}"
+            )
+            return None
+    needed = []
+    for span in active:
+        if any(span.col < t.col + t.width and t.col < span.col + span.width for t in takers):
+            needed.append(span)
+    for taker in takers:
+        got = sum(max(0, min(taker.col + taker.width, s.col + s.width) - max(taker.col, s.col)) for s in needed)
+        if got != taker.width:
+            tally.faults.append(
+                f"{targets[taker.fragment].label}: rows {low}:{high} of {tensor}, {taker.width - got} of {taker.width} columns have no source"
+            )
+            return None
+    return needed
+
+
+def _chop(
+    low: int, high: int, needed: list[_Span], takers: list[_Span], sources, targets, tally: _Tally, block: int
+) -> list[Slab]:
+    """Rows [low, high) as slabs of at most `block` bytes read, and the elements counted."""
+    size = sources[needed[0].fragment].itemsize
+    rows_each = max(1, block // (sum(span.width for span in needed) * size))
+    count = high - low
+    for span in needed:
+        tally.used[span.fragment] = tally.used.get(span.fragment, 0) + count * _taken(span, takers)
+    for span in takers:
+        tally.written[span.fragment] = tally.written.get(span.fragment, 0) + count * span.width
+    return [
+        _slab(at, min(rows_each, high - at), needed, takers, sources, targets) for at in range(low, high, rows_each)
+    ]
+
+
+def _taken(span: _Span, takers: list[_Span]) -> int:
+    """How many of a source's columns some target takes."""
+    columns, end = 0, span.col
+    for low, high in sorted((max(t.col, span.col), min(t.col + t.width, span.col + span.width)) for t in takers):
+        if high > max(low, end):
+            columns += high - max(low, end)
+            end = high
+    return columns
+
+
+def _slab(row: int, rows: int, needed: list[_Span], takers: list[_Span], sources, targets) -> Slab:
+    dtype = sources[needed[0].fragment].dtype
+    size = itemsize(dtype)
+    reads = tuple(_read(span, row, rows, sources[span.fragment]) for span in needed)
+    writes = []
+    for taker in takers:
+        target = targets[taker.fragment]
+        if target.dtype != dtype and not target.cast:
+            raise UserError(
+                f"{target.label} is {target.dtype}, its source {sources[needed[0].fragment].label} is {dtype}; a converter never casts."
+            )
+        address = (
+            target.offset
+            + ((taker.local_row + row - taker.row) * taker.local_width + taker.local_col) * target.itemsize
+        )
+        parts = []
+        for number, span in enumerate(needed):
+            first, last = max(span.col, taker.col), min(span.col + span.width, taker.col + taker.width)
+            if first < last:
+                parts.append((number, (first - span.col) * size, (first - taker.col) * size, (last - first) * size))
+        writes.append(
+            Write(
+                taker.fragment,
+                address,
+                rows,
+                taker.local_width * target.itemsize,
+                taker.width * target.itemsize,
+                tuple(parts),
+            )
+        )
+    return Slab(reads, tuple(writes), dtype)
+
+
+def _read(span: _Span, row: int, rows: int, source: Fragment) -> Read:
+    at = (span.local_row + row - span.row) * span.local_width + span.local_col
+    return Read(
+        span.fragment,
+        source.offset + at * source.itemsize,
+        rows,
+        span.local_width * source.itemsize,
+        span.width * source.itemsize,
+    )
+
+
+def _first(faults: list[str], most: int = 8) -> list[str]:
+    return faults[:most] + ([f"and {len(faults) - most} more"] if len(faults) > most else [])
