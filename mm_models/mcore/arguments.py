@@ -37,7 +37,7 @@ class Arguments:
     mm_model: str = _flag(_REQUIRED, "model.json: which components, how large, what is frozen, how stages split")
     mm_data: str = _flag(_REQUIRED, "data.json: the dataset, its template and its collator")
     plugin: tuple[str, ...] = _flag((), "modules or .py files that add registry entries (one flag, several values)")
-    num_workers: int = _flag(0, "loader processes per rank", least=0)
+    num_workers: int | None = _flag(None, "loader processes per rank (default: dataloader_param.num_workers of data.json)", least=0)
 
     # Topology
     tensor_model_parallel_size: int = _flag(1, "TP: ranks a tensor is cut over", least=1)

@@ -1,4 +1,4 @@
-"""Flags, model.json and the number of processes judged together, before any process group exists.
+"""Flags, model.json, data.json and the number of processes judged together, before any process group exists.
 
 `plan` turns `Arguments` into a `RunPlan`: the model, the layout, the split of layers over stages, the number of
 micro-batches. Every refusal names the flags, the numbers and what would work. No torch in here.
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from mm_models.config.data import DataConfig, load_data_config
 from mm_models.config.model import ModelConfig, load_model_config
 from mm_models.errors import UserError
 from mm_models.layout import ModelSplit, ParallelLayout
@@ -28,6 +29,7 @@ class RunPlan:
 
     args: Arguments
     model: ModelConfig
+    data: DataConfig
     layout: ParallelLayout
     split: ModelSplit
     global_batch_size: int
@@ -52,11 +54,21 @@ def plan(args: Arguments, world: int, *, device: str = "cpu") -> RunPlan:
     return RunPlan(
         args=args,
         model=model,
+        data=_data(args),
         layout=layout,
         split=model.split(layout),
         global_batch_size=global_batch_size,
         num_microbatches=num_microbatches,
     )
+
+
+def _data(args: Arguments) -> DataConfig:
+    """data.json, with the number of workers from the command line where that was given."""
+    data = load_data_config(args.mm_data)
+    if args.num_workers is None:
+        return data
+    loader = data.dataloader_param.model_copy(update={"num_workers": args.num_workers})
+    return data.model_copy(update={"dataloader_param": loader})
 
 
 def _layout(args: Arguments, world: int) -> ParallelLayout:

@@ -1,0 +1,71 @@
+"""How an entry script ends: 0 done, 1 failed, 2 a user's mistake, 128 + n stopped by signal n.
+
+A mistake found before the world is joined is every rank's, and printed by rank 0 alone; afterwards each rank speaks for itself.
+After a failure the process leaves at once, without teardown: peers of a failed rank would only wait for each other.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable
+
+from mm_models.errors import UserError
+
+
+class StoppedBySignal(Exception):
+    """The run saved and ended because of a signal."""
+
+    def __init__(self, number: int, text: str):
+        super().__init__(text)
+        self.number = number
+
+
+def run_script(main: Callable[[], None]) -> int:
+    """Call `main`; the exit status."""
+    try:
+        main()
+    except UserError as error:
+        _complain(error)
+        return _leave(2)
+    except StoppedBySignal as stop:
+        print(stop, flush=True)
+        return 128 + stop.number
+    except Exception as error:
+        _tell_failure(error)
+        return _leave(1)
+    return 0
+
+
+def _complain(error: UserError) -> None:
+    if _joined():
+        print(f"error (rank {_rank()}): {error}", file=sys.stderr, flush=True)
+    elif _rank() == 0:
+        print(f"error: {error}", file=sys.stderr, flush=True)
+
+
+def _tell_failure(error: Exception) -> None:
+    if "torch" in sys.modules and _joined():
+        from mm_models.mcore import session, watch
+
+        if session._current:
+            watch.write(watch.describe_failure(session.current(), error))
+            return
+    raise error
+
+
+def _rank() -> int:
+    return int(os.environ.get("RANK", "0"))
+
+
+def _joined() -> bool:
+    torch = sys.modules.get("torch")
+    return torch is not None and torch.distributed.is_initialized()
+
+
+def _leave(status: int) -> int:
+    if not _joined():
+        return status
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)
