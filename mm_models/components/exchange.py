@@ -59,8 +59,9 @@ class Exchange:
 def gather_rows(rows: torch.Tensor, counts: torch.Tensor, group: dist.ProcessGroup) -> tuple[torch.Tensor, list[int], torch.Tensor]:
     """Every rank's rows in rank order, the number of rows of each rank, and every rank's `counts` (ranks, experts)."""
     ranks = group.size()
-    all_counts = torch.empty(ranks, *counts.shape, dtype=counts.dtype, device=counts.device)
+    all_counts = counts.new_empty(ranks * len(counts))
     dist.all_gather_into_tensor(all_counts, counts.contiguous(), group=group)
+    all_counts = all_counts.view(ranks, -1)
     lengths = all_counts.sum(1).tolist()
     return _AllToAll.apply(rows.repeat(ranks, 1), [len(rows)] * ranks, lengths, group), lengths, all_counts
 

@@ -12,6 +12,7 @@ import torch
 from megatron.core.transformer import TransformerConfig
 
 from mm_models.config.model import ModelConfig
+from mm_models.device import device_type
 from mm_models.layout import ParallelLayout
 
 
@@ -36,7 +37,8 @@ def core_config(model: ModelConfig, layout: ParallelLayout, *, dtype: torch.dtyp
         variable_seq_lengths=True,
         moe_token_dispatcher_type="alltoall",
         calculate_per_token_loss=True,  # the loss carries its whole factor: core and DDP must only sum
-        deallocate_pipeline_outputs=True,
+        # Core frees an output's storage as soon as its send is launched. A stream keeps it until then; gloo would send freed memory.
+        deallocate_pipeline_outputs=device_type() != "cpu",
         overlap_p2p_comm=virtual,
         batch_p2p_comm=not virtual,
         batch_p2p_sync=False,

@@ -14,6 +14,7 @@ for ever. Outputs are never views, since core frees their storage after sending.
 from __future__ import annotations
 
 import torch
+from megatron.core.enums import ModelType
 from megatron.core.transformer import TransformerConfig
 from torch import nn
 
@@ -52,7 +53,7 @@ class VLMModel(nn.Module):
         self, *, model: ModelConfig, layout: ParallelLayout, split: ModelSplit, stage: int, chunk: int, config: TransformerConfig, provider
     ):
         super().__init__()
-        self.config = config
+        self.config, self.model_type = config, ModelType.encoder_or_decoder
         self.model_config = model
         self.split, self.flat = split, split.flat(stage, chunk)
         self.vp_stage = chunk if config.virtual_pipeline_model_parallel_size else None

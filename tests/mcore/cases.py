@@ -40,3 +40,34 @@ def relative_gradients(hf, chunks, model: ModelConfig, layout: ParallelLayout, r
             got = torch.zeros_like(expected) if got is None else got.double()
             errors[name] = ((got - expected).norm() / max(expected.norm(), 1e-6 * norm)).item()
     return errors
+
+
+def wrap(chunks: list, *, distributed_optimizer: bool = False) -> list:
+    """Core's DDP around each chunk, gradients summed in fp32."""
+    from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+
+    ddp = DistributedDataParallelConfig(grad_reduce_in_fp32=True, use_distributed_optimizer=distributed_optimizer)
+    return [DistributedDataParallel(chunk.config, ddp, chunk) for chunk in chunks]
+
+
+def train_step(chunks: list, batches: list[dict], layout: ParallelLayout) -> list[torch.Tensor]:
+    """One step of core's schedule over this rank's micro-batches, gradients finalised; the summed losses on the last stage."""
+    from megatron.core.pipeline_parallel.schedules import get_forward_backward_func
+
+    from mm_models.mcore import grads
+
+    def forward_step(iterator, chunk):
+        output = chunk(next(iterator))
+        return output, lambda loss: (loss, torch.ones((), dtype=torch.int), loss.detach().clone())
+
+    chunks[0].module.config.finalize_model_grads_func = grads.finalize
+    for chunk in chunks:
+        chunk.zero_grad_buffer()
+    return get_forward_backward_func()(
+        forward_step_func=forward_step,
+        data_iterator=[iter(batches) for _ in chunks] if layout.vpp > 1 else iter(batches),
+        model=chunks if len(chunks) > 1 else chunks[0],
+        num_microbatches=len(batches),
+        seq_length=1,
+        micro_batch_size=1,
+    )

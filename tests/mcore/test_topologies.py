@@ -1,0 +1,86 @@
+"""Every topology on real processes against Hugging Face in one: losses, and the gradient of every tensor on every rank.
+
+"It ran" is never evidence: core's own interleaved schedule ends normally with wrong gradients under its default flags.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tests.harness import run
+from tests.mcore.batches import batch, hf_sum_loss
+from tests.mcore.cases import assemble, relative_gradients, train_step, wrap
+from tests.models import tiny_glm_model
+
+ONE, TWO, TEXT = [[(4, 4)]], [[(4, 6), (2, 8)]], [[]]
+
+
+def micro_batches(count: int) -> list[dict]:
+    """`count` micro-batches of different lengths and image shapes, one of three without an image."""
+    kinds = [(ONE, 40), (TEXT, 32), (TWO, 48), ([[(2, 2)]], 24)]
+    return [batch(10 + i, images=kinds[i % 4][0], length=kinds[i % 4][1]) for i in range(count)]
+
+
+def case(rank: int, count: int, split: dict, overrides: dict, extra: dict, distributed: bool, degrees: dict) -> dict:
+    hf = tiny_glm_model(0, **overrides)
+    chunks, model, layout = assemble(hf, split=split, extra=extra, **degrees)
+    chunks = wrap(chunks, distributed_optimizer=distributed)
+    everything = micro_batches(count)
+    losses = []
+    for data in everything:  # the reference: Hugging Face, one process, all micro-batches of all data-parallel ranks
+        _, loss = hf_sum_loss(hf, data)
+        loss.backward()
+        losses.append(loss.item())
+    dp = layout.coords(rank).dp
+    mine = everything[dp :: layout.dp]
+    got = train_step(chunks, mine, layout)
+    return {
+        "errors": relative_gradients(hf, [chunk.module for chunk in chunks], model, layout, rank),
+        "losses": [loss.item() for loss in got],
+        "expected": losses[dp :: layout.dp],
+    }
+
+
+TOPOLOGIES = {
+    # name: (processes, micro-batches, split, degrees)
+    "tp2": (2, 3, {}, dict(tp=2, sequence_parallel=True)),
+    "dp2": (2, 4, {}, dict()),
+    "pp2-vit20-llm22": (2, 4, dict(vision_layers=[2, 0], text_layers=[2, 2]), dict(pp=2)),
+    "pp2-vit11-llm04": (2, 4, dict(vision_layers=[1, 1], text_layers=[0, 4]), dict(pp=2)),
+    "pp2-head-only": (2, 4, dict(vision_layers=[2, 0], text_layers=[4, 0]), dict(pp=2)),
+    "pp2-vit-starts-late": (2, 4, dict(vision_layers=[0, 2], text_layers=[0, 4]), dict(pp=2)),
+    "pp2-vpp2": (2, 4, dict(vision_layers=[[2, 0], [0, 0]], text_layers=[[0, 2], [1, 1]]), dict(pp=2, vpp=2)),
+    "pp2-vpp2-gap": (2, 4, dict(vision_layers=[[1, 1], [0, 0]], text_layers=[[0, 0], [0, 4]]), dict(pp=2, vpp=2)),
+    "pp2-vpp2-late-vit-head-only": (2, 4, dict(vision_layers=[[0, 1], [1, 0]], text_layers=[[0, 0], [4, 0]]), dict(pp=2, vpp=2)),
+    "ep2": (2, 4, {}, dict(ep=2)),
+    "etp2": (2, 4, {}, dict(etp=2)),
+    "tp2-ep2-etp1": (2, 3, {}, dict(tp=2, ep=2, etp=1, sequence_parallel=True)),
+    "pp4-gap-head-only": (4, 4, dict(vision_layers=[0, 2, 0, 0], text_layers=[0, 0, 4, 0]), dict(pp=4)),
+    "pp4-gap": (4, 4, dict(vision_layers=[2, 0, 0, 0], text_layers=[0, 0, 2, 2]), dict(pp=4)),
+    "pp4-vpp2": (4, 4, dict(vision_layers=[[1, 1, 0, 0], [0, 0, 0, 0]], text_layers=[[0, 0, 1, 1], [0, 1, 0, 1]]), dict(pp=4, vpp=2)),
+    "tp2-pp2": (4, 4, dict(vision_layers=[1, 1], text_layers=[0, 4]), dict(tp=2, pp=2, sequence_parallel=True)),
+    "tp2-dp2-ep2": (4, 4, {}, dict(tp=2, ep=2, sequence_parallel=True)),
+    "tp2-dp2-ep2-etp1": (4, 4, {}, dict(tp=2, ep=2, etp=1, sequence_parallel=True)),
+    "tp2-dp2-ep4-etp1": (4, 4, {}, dict(tp=2, ep=4, etp=1, sequence_parallel=True)),
+    "dp4-ep2-etp2": (4, 4, {}, dict(ep=2, etp=2)),
+    "pp2-ep2": (4, 4, dict(vision_layers=[2, 0], text_layers=[1, 3]), dict(pp=2, ep=2)),
+}
+
+
+@pytest.mark.parametrize("name", TOPOLOGIES)
+def test_gradients_of_every_rank(name):
+    processes, count, split, degrees = TOPOLOGIES[name]
+    check(run(case, processes, count, split, {}, {}, False, degrees, timeout=60))
+
+
+def check(results: list[dict]) -> None:
+    worst = {}
+    for rank, result in enumerate(results):
+        for tensor, error in result["errors"].items():
+            worst[f"rank {rank} {tensor}"] = error
+        for got, expected in zip(result["losses"], result["expected"]):
+            assert got == pytest.approx(expected, rel=1e-5)
+    assert any(result["losses"] for result in results)
+    bad = sorted((item for item in worst.items() if not item[1] <= 1e-4), key=lambda item: -item[1])
+    assert not bad, bad[:8]
