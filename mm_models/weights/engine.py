@@ -32,11 +32,12 @@ Pieces = dict[int, list[tuple[int, int, int]]]
 
 @dataclass
 class Result:
-    """Bytes moved, and the CRC-32 of every target fragment (by number in the plan)."""
+    """Bytes moved, the CRC-32 of every target fragment (by number in the plan), and the workers that did it."""
 
     bytes_read: int = 0
     bytes_written: int = 0
     crcs: dict[int, int] = field(default_factory=dict)
+    workers: Sequence[Worker] = ()
 
 
 def default_jobs() -> int:
@@ -44,27 +45,33 @@ def default_jobs() -> int:
 
 
 def execute(
-    plan: Plan, *, jobs: int | None = None, crc: bool = True, progress: Callable[[int], None] | None = None
+    plan: Plan,
+    *,
+    jobs: int | None = None,
+    crc: bool = True,
+    progress: Callable[[int], None] | None = None,
+    worker: type[Worker] | None = None,
 ) -> Result:
     """Carry out `plan`. `crc` asks for the targets' CRCs; sources that state theirs are verified in any case.
 
-    `progress` is called with the bytes read since the last call. A source whose CRC differs, or a file shorter than its
-    header says, is refused by name.
+    `progress` is called with the bytes read since the last call. `worker` may be a `Worker` that does something else with
+    what it cuts than write it. A source whose CRC differs, or a file shorter than its header says, is refused by name.
     """
-    files = _Files(plan)
+    make = worker or Worker
+    files = _Files(plan, make.target_flags)
     try:
-        workers = [_Worker(plan, files, crc) for _ in range(max(1, jobs or default_jobs()))]
+        workers = [make(plan, files, crc) for _ in range(max(1, jobs or default_jobs()))]
         slabs, lock = iter(plan.slabs), threading.Lock()
         failed = threading.Event()
 
-        def work(worker: _Worker) -> None:
+        def work(one: Worker) -> None:
             try:
                 while not failed.is_set():
                     with lock:
                         slab = next(slabs, None)
                     if slab is None:
                         return
-                    done = worker.run(slab)
+                    done = one.run(slab)
                     if progress:
                         with lock:
                             progress(done)
@@ -76,7 +83,7 @@ def execute(
             work(workers[0])
         else:
             with ThreadPoolExecutor(len(workers)) as pool:
-                for outcome in [pool.submit(work, worker) for worker in workers]:
+                for outcome in [pool.submit(work, one) for one in workers]:
                     outcome.result()
         files.sync(len(workers))
     finally:
@@ -84,8 +91,10 @@ def execute(
     return _result(plan, workers, crc)
 
 
-def _result(plan: Plan, workers: list[_Worker], crc: bool) -> Result:
-    result = Result(sum(w.bytes_read for w in workers), sum(w.bytes_written for w in workers))
+def _result(plan: Plan, workers: list[Worker], crc: bool) -> Result:
+    result = Result(
+        sum(w.bytes_read for w in workers), sum(w.bytes_written for w in workers), workers=workers
+    )
     for number, pieces in _merged([w.source_crcs for w in workers]).items():
         source = plan.sources[number]
         found = combine_all(pieces, start=source.data_start, length=source.nbytes)
@@ -95,7 +104,7 @@ def _result(plan: Plan, workers: list[_Worker], crc: bool) -> Result:
             )
     for number, pieces in _merged([w.target_crcs for w in workers]).items() if crc else ():
         target = plan.targets[number]
-        found = combine_all(pieces, start=target.data_start, length=target.nbytes)
+        found = combine_all(pieces, start=0, length=target.nbytes)
         assert found is not None, f"{target.label}: pieces do not tile it"
         result.crcs[number] = found
     return result
@@ -112,11 +121,11 @@ def _merged(parts: Sequence[Pieces]) -> Pieces:
 class _Files:
     """Open descriptors of a plan's files, by fragment."""
 
-    def __init__(self, plan: Plan):
+    def __init__(self, plan: Plan, target_flags: int):
         self._open: dict[tuple[Path, int], int] = {}
         _raise_file_limit(len({f.file for f in (*plan.sources, *plan.targets)}))
         self.sources = [self._descriptor(f, os.O_RDONLY) for f in plan.sources]
-        self.targets = [self._descriptor(f, os.O_WRONLY) for f in plan.targets]
+        self.targets = [self._descriptor(f, target_flags) for f in plan.targets]
 
     def _descriptor(self, fragment: Fragment, flags: int) -> int | None:
         if fragment.file is None:
@@ -136,8 +145,10 @@ class _Files:
             os.close(fd)
 
 
-class _Worker:
+class Worker:
     """One thread's buffers and tallies."""
+
+    target_flags = os.O_WRONLY
 
     def __init__(self, plan: Plan, files: _Files, crc: bool):
         self.plan, self.files, self.crc = plan, files, crc
@@ -159,11 +170,11 @@ class _Worker:
             crc = zlib.crc32(data) if self.crc else None
             for write in writes:
                 if write.rows == 1 or write.stride == write.width:
-                    self._write(write.target, write.offset, data, crc)
+                    self._deliver(write.target, write.offset, data, crc)
                     continue
                 for row in range(write.rows):  # rows that are only part of the target's rows
                     part = data[row * write.width : (row + 1) * write.width]
-                    self._write(
+                    self._deliver(
                         write.target, write.offset + row * write.stride, part, zlib.crc32(part) if self.crc else None
                     )
         return sum(read.nbytes for read in slab.reads)
@@ -209,12 +220,12 @@ class _Worker:
         cast = torch.frombuffer(bytearray(data), dtype=torch_dtype(have)).to(torch_dtype(want))
         return memoryview(cast.view(torch.uint8).numpy())
 
-    def _write(self, number: int, offset: int, data: memoryview, crc: int | None) -> None:
+    def _deliver(self, number: int, offset: int, data: memoryview, crc: int | None) -> None:
         target = self.plan.targets[number]
         if target.memory is not None:
-            target.memory[offset : offset + len(data)] = data
+            target.memory[target.offset + offset : target.offset + offset + len(data)] = data
         else:
-            _write_exactly(self.files.targets[number], data, offset)
+            _write_exactly(self.files.targets[number], data, target.offset + offset)
         if crc is not None:
             self.target_crcs.setdefault(number, []).append((offset, len(data), crc))
         self.bytes_written += len(data)

@@ -81,7 +81,8 @@ class Read:
 
 @dataclass(frozen=True, slots=True)
 class Write:
-    """`rows` rows of `width` bytes, `stride` apart, to `offset` of target number `target`.
+    """`rows` rows of `width` bytes, `stride` apart, `offset` bytes behind element 0 of target number `target`: where that
+    is need not be known yet, so that a plan is proven before its target files exist.
 
     `parts` are the columns it is made of: (read number in the slab, byte column there, byte column here, bytes), all in the
     source's data type; `width` and `stride` are in the target's.
@@ -327,10 +328,7 @@ def _slab(row: int, rows: int, needed: list[_Span], takers: list[_Span], sources
             raise UserError(
                 f"{target.label} is {target.dtype}, its source {sources[needed[0].fragment].label} is {dtype}; a converter never casts."
             )
-        address = (
-            target.offset
-            + ((taker.local_row + row - taker.row) * taker.local_width + taker.local_col) * target.itemsize
-        )
+        element = (taker.local_row + row - taker.row) * taker.local_width + taker.local_col
         parts = []
         for number, span in enumerate(needed):
             first, last = max(span.col, taker.col), min(span.col + span.width, taker.col + taker.width)
@@ -339,7 +337,7 @@ def _slab(row: int, rows: int, needed: list[_Span], takers: list[_Span], sources
         writes.append(
             Write(
                 taker.fragment,
-                address,
+                element * target.itemsize,
                 rows,
                 taker.local_width * target.itemsize,
                 taker.width * target.itemsize,
