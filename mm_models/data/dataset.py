@@ -90,7 +90,7 @@ class ChatDataset:
                 "val_dataset is null: there is no validation split. Name a file in basic_parameters.val_dataset."
             )
         self._processor, self._template, self._base = processor, template, basic.dataset_dir
-        self._whole = set() if decode else None
+        self._decode, self._sizes = decode, {}
         path = rows.find_file(name, basic.dataset_dir)
         values = rows.read_rows(path)[:limit]
         self._samples: list[Sample] = []
@@ -153,10 +153,9 @@ class ChatDataset:
         return sample, None, encoded.notes
 
     def _grid(self, path: Path) -> tuple[int, int, int]:
-        height, width = images.header_size(path)
-        if self._whole is not None and path not in self._whole:
-            images.check_whole(path)
-            self._whole.add(path)
+        if path not in self._sizes:
+            self._sizes[path] = images.inspect(path, decode=self._decode)
+        height, width = self._sizes[path]
         try:
             return image_grid(self._processor, height, width)
         except ValueError as error:

@@ -8,8 +8,9 @@ cannot read, truncated files, animations, and modes whose RGB conversion would l
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 from urllib.parse import unquote, urlsplit
 
 from mm_models.errors import UserError
@@ -27,7 +28,7 @@ DEEP_MODES = ("I", "F")
 def resolve(reference: str, base: str | os.PathLike[str]) -> Path:
     """The file an image reference names: absolute, `file://` (percent-encoded) or relative to `base`.
 
-    Any other scheme (`http://` ...) is refused. Existence is checked later, by `header_size`.
+    Any other scheme (`http://` ...) is refused. Existence is checked later, by `inspect`.
     """
     scheme = urlsplit(reference).scheme if "://" in reference else ""
     if scheme == "file":
@@ -37,19 +38,19 @@ def resolve(reference: str, base: str | os.PathLike[str]) -> Path:
     return Path(base, reference)
 
 
-def header_size(path: Path) -> tuple[int, int]:
-    """(height, width) in pixels after the EXIF turn, from the header alone."""
+def inspect(path: Path, *, decode: bool) -> tuple[int, int]:
+    """(height, width) in pixels after the EXIF turn.
+
+    With `decode` the file is decoded once, at the lowest resolution its format offers, so that a truncated one is
+    found before training. Without, the header is enough for most formats (PIL decodes a PNG that may hold EXIF last).
+    """
     with _open(path) as image:
         width, height = image.size
-        return (width, height) if image.getexif().get(ORIENTATION_TAG) in TURNED else (height, width)
-
-
-def check_whole(path: Path) -> None:
-    """Decode the file once, at the lowest resolution the format offers, so that a truncated one is found before
-    training."""
-    with _open(path) as image:
-        image.draft("RGB", (1, 1))
-        _decode(image, path)
+        if decode:
+            image.draft("RGB", (1, 1))
+            _decode(path, image.load)
+        turned = _decode(path, image.getexif).get(ORIENTATION_TAG) in TURNED
+        return (width, height) if turned else (height, width)
 
 
 def load_rgb(path: Path) -> Image:
@@ -57,7 +58,7 @@ def load_rgb(path: Path) -> Image:
     from PIL import ImageOps
 
     with _open(path) as image:
-        _decode(image, path)
+        _decode(path, image.load)
         return ImageOps.exif_transpose(image).convert("RGB")
 
 
@@ -68,12 +69,12 @@ def _open(path: Path) -> Image:
         raise UserError(f"image {str(path)!r}: no such file. Image paths are relative to dataset_dir.")
     try:
         image = Image.open(path)
-    except (UnidentifiedImageError, OSError, SyntaxError, ValueError) as error:
+    except (UnidentifiedImageError, Image.DecompressionBombError, OSError, SyntaxError, ValueError) as error:
         raise UserError(f"image {str(path)!r}: not a readable image ({error})") from error
     problem = None
     if image.mode.split(";")[0] in DEEP_MODES:
         problem = f"mode {image.mode} holds more than 8 bits per channel; convert it to 8-bit RGB first"
-    elif getattr(image, "n_frames", 1) > 1:
+    elif getattr(image, "n_frames", 1) > 1 and image.format != "MPO":  # a phone's JPEG with a second view after it
         problem = f"{image.n_frames} frames; animations are not supported, give one frame as a file of its own"
     if problem:
         image.close()
@@ -81,8 +82,8 @@ def _open(path: Path) -> Image:
     return image
 
 
-def _decode(image: Image, path: Path) -> None:
+def _decode(path: Path, read: Callable[[], Any]) -> Any:
     try:
-        image.load()
+        return read()
     except (OSError, SyntaxError, ValueError) as error:
         raise UserError(f"image {str(path)!r}: broken or truncated ({error})") from error

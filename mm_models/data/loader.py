@@ -139,7 +139,7 @@ def build_loader(
         collator=collator,
         processor=processor,
         template=template,
-        workers=options.num_workers,
+        workers=options.num_workers if "pixels" in needs else 0,  # nothing else is worth a process
         pin=options.pin_memory,
     )
 

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import pytest
 
+import tests.harness  # noqa: F401  its preloaded forkserver starts the loader's workers in no time
 from mm_models.data.processor import load_processor
 from mm_models.data.templates.glm4v_moe import Glm4vMoeTemplate
 from tests.data import kit

@@ -73,7 +73,7 @@ def model_config(processor: Any, **text: Any) -> ModelConfig:
 
 
 def data_config(folder: Path, dataset_dir: Path, rows: list[Any] | None = None, **changes: Any) -> DataConfig:
-    """A data.json over `dataset_dir`/train.json (written from `rows` if given); `changes` go to the section that has the key."""
+    """A data.json over `dataset_dir`/train.json, written from `rows` if given; a change goes to the section of its key."""
     if rows is not None:
         dataset_dir.mkdir(parents=True, exist_ok=True)
         (dataset_dir / "train.json").write_text(json.dumps(rows), encoding="utf-8")
@@ -90,6 +90,8 @@ def data_config(folder: Path, dataset_dir: Path, rows: list[Any] | None = None, 
     ]
     for key, new in changes.items():
         next((section for section in sections if key in section), sections[0])[key] = new
+    if "model_name" in changes:
+        sections[-1] |= {"model_name": sections[0].pop("model_name"), "collator_id": None}
     return validate(DataConfig, value, "data.json")
 
 
@@ -103,7 +105,9 @@ def picture(path: Path, width: int = 112, height: int = 112, seed: int = 0) -> P
 def pattern(width: int, height: int, seed: int = 0) -> Image.Image:
     """A smooth RGB picture that no two seeds share."""
     image = Image.new("RGB", (2, 2))
-    image.putdata([((seed * 53 + k * 71) % 256, (seed * 97 + k * 29) % 256, (seed * 31 + k * 113) % 256) for k in range(4)])
+    image.putdata(
+        [((seed * 53 + k * 71) % 256, (seed * 97 + k * 29) % 256, (seed * 31 + k * 113) % 256) for k in range(4)]
+    )
     return image.resize((width, height), Image.Resampling.BICUBIC)
 
 
@@ -133,7 +137,5 @@ def messages(conversation: tuple[Turn, ...], images: list[Image.Image]) -> list[
 
 def hf_ids(processor: Any, conversation: tuple[Turn, ...], images: list[Image.Image], **options: Any) -> list[int]:
     """Token ids by the Hugging Face processor: chat template, image tokens, tokenizer."""
-    made = processor.apply_chat_template(
-        messages(conversation, images), tokenize=True, return_dict=True, **options
-    )
+    made = processor.apply_chat_template(messages(conversation, images), tokenize=True, return_dict=True, **options)
     return made["input_ids"][0]

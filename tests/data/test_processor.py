@@ -26,7 +26,11 @@ def prompt(processor):
 
 def same(left, right):
     left, right = prompt(left), prompt(right)
-    assert left.keys() == right.keys() == {"input_ids", "attention_mask", "mm_token_type_ids", "pixel_values", "image_grid_thw"}
+    assert (
+        left.keys()
+        == right.keys()
+        == {"input_ids", "attention_mask", "mm_token_type_ids", "pixel_values", "image_grid_thw"}
+    )
     return all(torch.equal(left[key], right[key]) for key in left)
 
 
@@ -120,7 +124,9 @@ class TestRefused:
         with pytest.raises(UserError, match="unknown processor_class 'Glm4Processor'.*did you mean 'Glm4vProcessor'"):
             load_processor(tmp_path / "other")
 
-    @pytest.mark.parametrize(("name", "message"), [("tokenizer", "no tokenizer.json"), ("chat_template", "no chat template")])
+    @pytest.mark.parametrize(
+        ("name", "message"), [("tokenizer", "no tokenizer.json"), ("chat_template", "no chat template")]
+    )
     def test_a_part_is_missing(self, folder, tmp_path, name, message):
         shutil.copytree(folder, tmp_path / "other")
         for path in (tmp_path / "other").glob(f"{name}*"):

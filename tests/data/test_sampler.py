@@ -1,4 +1,4 @@
-"""The order of samples: one function of (seed, epoch), whatever DP, workers or hash seed (field cases B40, B63, B64)."""
+"""The order of samples: a function of (seed, epoch), whatever DP, workers or hash seed (field cases B40, B63, B64)."""
 
 from __future__ import annotations
 
@@ -83,7 +83,10 @@ def test_the_hash_seed_does_not_matter():
     ("options", "message"),
     [
         ({"total": 3, "global_batch_size": 4}, "3 samples are fewer than one global batch of 4"),
-        ({"total": 9, "global_batch_size": 6, "micro_batch_size": 2, "dp_size": 2}, "6 does not divide by micro-batch 2 x data parallel 2 = 4"),
+        (
+            {"total": 9, "global_batch_size": 6, "micro_batch_size": 2, "dp_size": 2},
+            "6 does not divide by micro-batch 2 x data parallel 2 = 4",
+        ),
     ],
 )
 def test_sizes_that_cannot_work(options, message):

@@ -17,7 +17,16 @@ from tests.data import kit
 
 SIZES = ((56, 56), (112, 84), (90, 150), (30, 200))
 PICTURES = [kit.pattern(*size, seed) for seed, size in enumerate(SIZES)]
-LITERALS = ["<|image|>", "<|user|>", "<|assistant|>", "<|endoftext|>", "<|begin_of_image|>", "<|video|>", "[gMASK]", "<sop>"]
+LITERALS = [
+    "<|image|>",
+    "<|user|>",
+    "<|assistant|>",
+    "<|endoftext|>",
+    "<|begin_of_image|>",
+    "<|video|>",
+    "[gMASK]",
+    "<sop>",
+]
 
 WORDS = st.text(st.characters(codec="utf-8", exclude_characters="<>|[]\x00"), max_size=12)
 TEXT = st.lists(WORDS | st.sampled_from(["\n", " ", "", "don't", "12345", "你好", "🙂", "é"]), max_size=4).map("".join)
@@ -36,7 +45,10 @@ def conversations(draw, question=QUESTION, answer=ANSWER):
 
 
 def counts(processor, images):
-    return [image_grid(processor, image.height, image.width)[1] * image_grid(processor, image.height, image.width)[2] // 4 for image in images]
+    return [
+        image_grid(processor, image.height, image.width)[1] * image_grid(processor, image.height, image.width)[2] // 4
+        for image in images
+    ]
 
 
 def trained(template, processor, *texts, images=(), **options):

@@ -1,0 +1,129 @@
+"""`build_loader`: the same samples for any DP size, worker count and stopping point; the processor fits the model."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+
+from mm_models.data.loader import build_loader
+from mm_models.errors import UserError
+from tests.data import kit
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory):
+    """23 numbered rows, every third with an image."""
+    base = tmp_path_factory.mktemp("numbered")
+    rows = []
+    for index in range(23):
+        images = [kit.picture(base / f"{index}.png", 60 + index, 40, index).name] if index % 3 == 0 else []
+        rows.append(kit.row("<image>" * len(images) + f"number {index}", "n" * (index + 1), images=images))
+    kit.data_config(base, base, rows)
+    return base
+
+
+@pytest.fixture(scope="module")
+def load(folder, processor, base):
+    def build(config=None, model=None, **options):
+        config = config or kit.data_config(folder, base, **options.pop("data", {}))
+        defaults = {"model_config": model or kit.model_config(processor), "global_batch_size": 4}
+        return build_loader(config, **defaults | options)
+
+    return build
+
+
+def sample_ids(loader, count):
+    return [batch["sample_ids"] for batch in itertools.islice(loader, count)]
+
+
+def test_ranks_share_out_the_same_steps(load):
+    whole = sample_ids(load(), 48)
+    for dp in (2, 4):
+        ranks = [sample_ids(load(dp_rank=rank, dp_size=dp), 48 // dp) for rank in range(dp)]
+        assert [found for step in zip(*ranks, strict=True) for found in step] == whole
+
+
+def test_model_parallel_peers_get_the_same_ids(load):
+    first = sample_ids(load(needs=frozenset({"ids", "grid", "pixels"})), 24)
+    assert sample_ids(load(needs=frozenset({"labels"})), 24) == first
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_batches_do_not_depend_on_workers(load, workers):
+    plain = list(itertools.islice(load(micro_batch_size=2), 14))
+    found = list(itertools.islice(load(micro_batch_size=2, data={"num_workers": workers}), 14))
+    for left, right in zip(plain, found, strict=True):
+        assert left.keys() == right.keys() and left["sample_ids"] == right["sample_ids"]
+        assert all(torch.equal(left[key], right[key]) for key in left if key != "sample_ids")
+
+
+@pytest.mark.parametrize(("stop", "workers"), [(3, 0), (9, 0), (3, 2), (9, 2)])
+def test_resume_in_mid_epoch(load, stop, workers):
+    """B40: five steps an epoch; what workers had prefetched is neither skipped nor repeated."""
+    whole = sample_ids(load(dp_rank=1, dp_size=2), 24)
+    data = {"num_workers": workers}
+    before = sample_ids(load(dp_rank=1, dp_size=2, data=data), 2 * stop)
+    after = sample_ids(load(dp_rank=1, dp_size=2, consumed_samples=4 * stop, data=data), 24 - 2 * stop)
+    assert before + after == whole
+
+
+def test_the_training_s_random_state_is_left_alone(load):
+    torch.manual_seed(3)
+    before = torch.get_rng_state()
+    sample_ids(load(), 5)
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_both_collator_ids_give_glm_positions(load, processor):
+    from mm_models.data.positions import glm4v_moe
+
+    for data in (
+        {"collator_id": "glm4v_moe"},
+        {"collator_id": "qwen3vl"},
+        {"model_name": "qwen3vl"},
+    ):
+        batch = next(iter(load(micro_batch_size=4, data=data)))
+        expected = glm4v_moe(
+            batch["input_ids"],
+            batch["attention_mask"],
+            batch["image_grid_thw"],
+            image_token_id=processor.image_token_id,
+            spatial_merge_size=2,
+        )
+        assert torch.equal(batch["position_ids"], expected)
+
+
+def test_length_and_lines(load):
+    loader = load(dp_size=2)
+    assert len(loader) == 10
+    text = "\n".join(loader.lines())
+    assert "23 of 23 rows" in text and "784 to 12544 pixels" in text and "3 samples are left out" in text
+
+
+class TestRefused:
+    def test_an_unknown_template_or_collator(self, load):
+        with pytest.raises(UserError, match="unknown id 'glm4v_mo' in table 'templates'; did you mean 'glm4v_moe'"):
+            load(data={"template": "glm4v_mo"})
+        with pytest.raises(UserError, match="unknown id 'qwen3v' in table 'collators'; did you mean 'qwen3vl'"):
+            load(data={"collator_id": "qwen3v"})
+
+    def test_a_processor_of_another_model(self, load, processor):
+        model = kit.model_config(processor).model_copy(update={"img_context_token_id": 5})
+        with pytest.raises(UserError, match="model img_context_token_id 5, processor image token id 510"):
+            load(model=model)
+        with pytest.raises(UserError, match="vocab_size 400, the tokenizer has 512 tokens"):
+            load(model=kit.model_config(processor, vocab_size=400))
+
+    def test_images_for_a_model_without_an_encoder(self, load, processor):
+        with pytest.raises(UserError, match="holds 8 images, the model has no image_encoder"):
+            load(model=kit.model_config(processor).model_copy(update={"image_encoder": None}))
+
+    def test_too_few_samples(self, load):
+        with pytest.raises(UserError, match="23 samples are fewer than one global batch of 24"):
+            load(global_batch_size=24)
+
+    def test_a_decoder_without_positions(self, load, processor):
+        with pytest.raises(UserError, match="unknown id 'glm4v_lm' in table 'positions'"):
+            load(model=kit.model_config(processor, model_id="glm4v_lm"))
