@@ -172,9 +172,12 @@ def holdings(split: ModelSplit, stage: int) -> tuple[str, ...]:
         parts = []
         for module, ends in (("vision", ("patches", "projector")), ("text", ("embedding", "head"))):
             part = split.stage(module, stage, chunk)
-            parts += [ends[0]] * part.first
-            parts += [f"{module} {_span(part.layers)}"] * bool(part.layers)
-            parts += [ends[1]] * part.last
+            if part.first:
+                parts.append(ends[0])
+            if part.layers:
+                parts.append(f"{module} {_span(part.layers)}")
+            if part.last:
+                parts.append(ends[1])
         found.append(" + ".join(parts) or "nothing")
     return tuple(found)
 

@@ -1,0 +1,56 @@
+"""Training through the entry script's own callbacks: the same losses as a plain Hugging Face loop on every topology."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.mcore.training_kit import launch, reference, world  # noqa: F401
+
+FLAGS = {
+    "tp": "--tensor-model-parallel-size",
+    "pp": "--pipeline-model-parallel-size",
+    "vpp": "--virtual-pipeline-model-parallel-size",
+    "ep": "--expert-model-parallel-size",
+    "etp": "--expert-tensor-parallel-size",
+}
+SP, DISTRIBUTED = "--sequence-parallel", "--use-distributed-optimizer"
+
+
+def topology(**degrees: int) -> list[str]:
+    return [word for name, value in degrees.items() for word in (FLAGS[name], str(value))]
+
+
+@pytest.fixture(scope="module")
+def losses(world):  # noqa: F811
+    return reference(world)["records"]
+
+
+def agree(records: list[dict], expected: list[dict], tolerance: float = 1e-5) -> None:
+    assert [r["iteration"] for r in records] == list(range(1, len(expected) + 1))
+    for got, want in zip(records, expected):
+        assert got["loss"] == pytest.approx(want["loss"], rel=tolerance), (got, want)
+        assert got["grad_norm"] == pytest.approx(want["grad_norm"], rel=1e-4), (got, want)
+
+
+CASES = {
+    "tp1": (1, topology()),
+    "tp1-distributed": (1, [DISTRIBUTED]),
+    "dp2": (2, topology()),
+    "dp2-distributed": (2, [DISTRIBUTED]),
+    "ep2": (2, topology(ep=2)),
+    "ep2-distributed": (2, [*topology(ep=2), DISTRIBUTED]),
+    "pp2": (2, topology(pp=2)),
+    "pp2-vpp2": (2, topology(pp=2, vpp=2)),
+    "tp2-sp": (2, [*topology(tp=2), SP]),
+    "tp2-etp1-ep2": (2, [*topology(tp=2, etp=1, ep=2), SP, DISTRIBUTED]),
+    "tp2-pp2": (4, [*topology(tp=2, pp=2), SP]),
+    "dp2-pp2-distributed": (4, [*topology(pp=2), DISTRIBUTED]),
+    "tp2-ep2-distributed": (4, [*topology(tp=2, ep=2), SP, DISTRIBUTED]),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_losses_equal_a_plain_hugging_face_loop(name, world, losses, tmp_path):  # noqa: F811
+    nprocs, flags = CASES[name]
+    records = launch(nprocs, world.flags(*flags), tmp_path / "metrics.jsonl")
+    agree(records, losses)
