@@ -73,7 +73,7 @@ def model_config(processor: Any, **text: Any) -> ModelConfig:
 
 
 def data_config(folder: Path, dataset_dir: Path, rows: list[Any] | None = None, **changes: Any) -> DataConfig:
-    """A data.json over `dataset_dir`/train.json, written from `rows` if given; a change goes to the section of its key."""
+    """A data.json over `dataset_dir`/train.json (written from `rows`); a change goes to the section of its key."""
     if rows is not None:
         dataset_dir.mkdir(parents=True, exist_ok=True)
         (dataset_dir / "train.json").write_text(json.dumps(rows), encoding="utf-8")
