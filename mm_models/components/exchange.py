@@ -70,4 +70,4 @@ def reduce_rows(rows: torch.Tensor, lengths: list[int], group: dist.ProcessGroup
     """The inverse of `gather_rows`: each rank gets the sum over ranks, in rank order, of the rows it owns."""
     own = lengths[dist.get_rank(group)]
     parts = _AllToAll.apply(rows, lengths, [own] * group.size(), group)
-    return parts.view(group.size(), own, -1).sum(0)
+    return parts.view(group.size(), own, rows.shape[1]).sum(0)

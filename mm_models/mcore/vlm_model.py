@@ -138,9 +138,16 @@ class VLMModel(nn.Module):
         return self.text_decoder.embed(ids, x, model.img_context_token_id)
 
     def _pass_on(self, received: torch.Tensor | None) -> torch.Tensor:
-        """A stage with nothing to compute: what came, or one zero row."""
+        """A stage with nothing to compute: what came, or one zero row.
+
+        The row asks for a gradient where the tower here is trained: then a rank with a text-only micro-batch runs the same
+        backward, collectives included, as its expert-parallel peers with images, even below a frozen decoder.
+        """
         if received is not None:
             return received.clone()
         width = (self.model_config.text or self.model_config.vision).hidden_size
-        device = next((p.device for p in self.parameters()), torch.device("cpu"))
-        return torch.zeros(1, 1, width, dtype=self.config.params_dtype, device=device)
+        parameters = list(self.parameters())
+        device = parameters[0].device if parameters else torch.device("cpu")
+        row = torch.zeros(1, 1, width, dtype=self.config.params_dtype, device=device)
+        trained = not self.vision_stage.empty and any(p.requires_grad for p in self.image_encoder.parameters())
+        return row.requires_grad_().clone() if trained and torch.is_grad_enabled() else row

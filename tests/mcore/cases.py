@@ -33,6 +33,8 @@ def relative_gradients(hf, chunks, model: ModelConfig, layout: ParallelLayout, r
     coords, errors = layout.coords(rank), {}
     for chunk in chunks:
         for name, parameter in chunk.named_parameters():
+            if not parameter.requires_grad:
+                continue
             source = name if name in whole else "text_decoder.embedding.word_embeddings.weight"
             expected = shard(source, whole[source], coords, layout).double()
             got = getattr(parameter, "main_grad", None)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from mm_models.mcore.layers import Recompute
 from tests.harness import run
 from tests.mcore.batches import batch, hf_sum_loss
 from tests.mcore.cases import assemble, relative_gradients, train_step, wrap
@@ -22,11 +23,30 @@ def micro_batches(count: int) -> list[dict]:
     return [batch(10 + i, images=kinds[i % 4][0], length=kinds[i % 4][1]) for i in range(count)]
 
 
-def case(rank: int, count: int, split: dict, overrides: dict, extra: dict, distributed: bool, degrees: dict) -> dict:
-    hf = tiny_glm_model(0, **overrides)
+def case(
+    rank: int,
+    count: int,
+    split: dict,
+    degrees: dict,
+    *,
+    overrides: dict | None = None,
+    extra: dict | None = None,
+    recompute: Recompute | None = None,
+    texts: tuple[int, ...] = (),
+    crowd: bool = False,
+) -> dict:
+    """One step on this rank against Hugging Face. `texts`: micro-batches made text-only; `crowd`: every token goes to experts 0 and 1."""
+    hf = tiny_glm_model(0, **(overrides or {}))
+    if crowd:
+        for layer in hf.model.language_model.layers[1:]:
+            layer.mlp.gate.e_score_correction_bias[:2] += 100.0
     chunks, model, layout = assemble(hf, split=split, extra=extra, **degrees)
-    chunks = wrap(chunks, distributed_optimizer=distributed)
+    for chunk in chunks:
+        chunk.set_recompute(recompute or Recompute())
+    chunks = wrap(chunks)
     everything = micro_batches(count)
+    for at in texts:
+        everything[at] = batch(50 + at, images=TEXT, length=32)
     losses = []
     for data in everything:  # the reference: Hugging Face, one process, all micro-batches of all data-parallel ranks
         _, loss = hf_sum_loss(hf, data)
@@ -71,7 +91,56 @@ TOPOLOGIES = {
 @pytest.mark.parametrize("name", TOPOLOGIES)
 def test_gradients_of_every_rank(name):
     processes, count, split, degrees = TOPOLOGIES[name]
-    check(run(case, processes, count, split, {}, {}, False, degrees, timeout=60))
+    check(run(case, processes, count, split, degrees, timeout=60))
+
+
+@pytest.mark.parametrize("texts", [(0,), (1, 3), (2,), (0, 1, 2, 3)], ids=str)
+@pytest.mark.parametrize(
+    "name", ["pp2-vit11-llm04", "pp2-vit-starts-late", "pp4-gap-head-only", "pp2-vpp2-gap", "pp2-vpp2-late-vit-head-only", "dp2"]
+)
+def test_text_only_micro_batches_in_every_position(name, texts):
+    processes, count, split, degrees = TOPOLOGIES[name]
+    check(run(kwargs_case, processes, count, split, degrees, {"texts": texts}, timeout=60))
+
+
+FREEZES = {
+    "vision": {"image_encoder__vision_encoder__freeze": True, "image_encoder__vision_projector__freeze": True},
+    "text": {"text_decoder__freeze": True},
+    "some": {
+        "image_encoder__vision_encoder__freeze": ["patch_embed", "blocks.layers.0.*"],
+        "text_decoder__freeze": ["embedding.*", "decoder.layers.*.mlp.experts.*"],
+    },
+}
+
+
+@pytest.mark.parametrize("freeze", FREEZES)
+@pytest.mark.parametrize("name", ["pp2-vit11-llm04", "pp2-vpp2", "ep2"])
+def test_frozen_parts(name, freeze):
+    processes, count, split, degrees = TOPOLOGIES[name]
+    check(run(kwargs_case, processes, count, split, degrees, {"extra": FREEZES[freeze]}, timeout=60))
+
+
+@pytest.mark.parametrize("recompute", [Recompute(granularity="full"), Recompute(granularity="full", layers=1), Recompute(granularity="selective")], ids=str)
+@pytest.mark.parametrize("name", ["pp2-vit11-llm04", "tp2-ep2-etp1", "pp2-vpp2"])
+def test_recompute(name, recompute):
+    processes, count, split, degrees = TOPOLOGIES[name]
+    check(run(kwargs_case, processes, count, split, degrees, {"recompute": recompute}, timeout=60))
+
+
+@pytest.mark.parametrize("name", ["dp2", "tp2", "pp2-head-only", "pp2-vit11-llm04", "pp2-vpp2", "tp2-pp2"])
+def test_tied_embeddings(name):
+    processes, count, split, degrees = TOPOLOGIES[name]
+    check(run(kwargs_case, processes, count, split, degrees, {"overrides": {"tie_word_embeddings": True}}, timeout=60))
+
+
+@pytest.mark.parametrize("name", ["ep2", "tp2-ep2-etp1", "tp2-dp2-ep4-etp1", "dp4-ep2-etp2"])
+def test_ranks_whose_experts_get_no_token(name):
+    processes, count, split, degrees = TOPOLOGIES[name]
+    check(run(kwargs_case, processes, count, split, degrees, {"crowd": True}, timeout=60))
+
+
+def kwargs_case(rank: int, count: int, split: dict, degrees: dict, more: dict) -> dict:
+    return case(rank, count, split, degrees, **more)
 
 
 def check(results: list[dict]) -> None:
