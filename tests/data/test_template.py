@@ -28,7 +28,7 @@ LITERALS = [
     "<sop>",
 ]
 
-WORDS = st.text(st.characters(codec="utf-8", exclude_characters="<>|[]\x00"), max_size=12)
+WORDS = st.text(st.characters(codec="utf-8", exclude_characters="<>|[]/\x00"), max_size=12)
 TEXT = st.lists(WORDS | st.sampled_from(["\n", " ", "", "don't", "12345", "你好", "🙂", "é"]), max_size=4).map("".join)
 WITH_IMAGES = st.lists(TEXT | st.just(IMAGE_MARK), max_size=4).map("".join)
 QUESTION = st.builds(str.__add__, WITH_IMAGES, st.sampled_from(["", "", "/nothink"]))
