@@ -129,3 +129,87 @@ def reference(world: World, *, steps: int = STEPS, micro: int = 1, loss_type: st
     data = world.folder / "data" / "data.json"
     (result,) = run(reference_case, 1, str(world.model()), str(data), str(world.hf), steps, micro, loss_type, timeout=90)
     return result
+
+
+# --- synthetic samples: no processor, no images on disk, every sample a function of its id ------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class Synthetic:
+    """A datasets provider over `total` samples of the tiny GLM-4.5V; every third sample has no image.
+
+    `unlabelled` ids have no label. `record` is a folder each rank writes its sample ids into. `poison` = (step, rank) puts a
+    NaN into the pixels or hidden input of that step.
+    """
+
+    total: int = 23
+    unlabelled: frozenset[int] = frozenset()
+    record: str | None = None
+
+    def __call__(self, samples, *, consumed_samples: int, needs: frozenset[str]):
+        return self._stream(consumed_samples, needs), None, None
+
+    def _stream(self, consumed: int, needs: frozenset[str]):
+        from mm_models.data.sampler import BaseRandomBatchSampler
+        from mm_models.mcore.session import current
+
+        session = current()
+        sampler = BaseRandomBatchSampler(
+            self.total,
+            micro_batch_size=session.plan.args.micro_batch_size,
+            global_batch_size=session.plan.global_batch_size,
+            dp_rank=session.coords.dp,
+            dp_size=session.layout.dp,
+            seed=session.plan.args.seed,
+            consumed_samples=consumed,
+        )
+        for ids in sampler:
+            if self.record:
+                with open(f"{self.record}/rank{session.rank}.txt", "a") as file:
+                    file.write(f"{session.position.step} {' '.join(map(str, ids))}\n")
+            yield self.micro_batch(ids, needs)
+
+    def micro_batch(self, ids: list[int], needs: frozenset[str] = frozenset({"pixels", "labels", "grid"})) -> dict[str, Any]:
+        from tests.mcore.batches import batch
+
+        assert len(ids) == 1, "one sample a micro-batch"
+        (id,) = ids
+        made = batch(id, images=[[] if id % 3 == 0 else [(4, 4)]], unlabelled=id in self.unlabelled) | {"sample_ids": ids}
+        left_out = {"pixels": "pixel_values", "labels": "labels", "grid": "image_grid_thw"}
+        return {key: value for key, value in made.items() if key not in {left_out[need] for need in left_out.keys() - needs}}
+
+
+def tiny_files(folder: Path, **sections: dict[str, Any]) -> list[str]:
+    """--mm-model of the tiny GLM-4.5V (with `sections` updated) and a valid --mm-data that no run opens."""
+    from tests.data.kit import BASE
+    from tests.models import tiny_glm_config
+
+    data = model_config(tiny_glm_config()).model_dump(mode="json", exclude_none=True)
+    places = data["image_encoder"] | {"text_decoder": data["text_decoder"]}
+    for section, change in sections.items():
+        places[section].update(change) if section in places else data.__setitem__(section, change)
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "model.json").write_text(json.dumps(data))
+    (folder / "data.json").write_text(BASE)
+    return ["--mm-model", str(folder / "model.json"), "--mm-data", str(folder / "data.json")]
+
+
+def tiny_flags(folder: Path, *extra: str, steps: int = STEPS, batch: int = BATCH, **sections: dict[str, Any]) -> list[str]:
+    """Flags of a run of the tiny GLM-4.5V; give --from-scratch or --load."""
+    flags = ["--micro-batch-size", "1", "--global-batch-size", str(batch), "--train-iters", str(steps), "--lr", str(RATE)]
+    return [*tiny_files(folder, **sections), *flags, "--distributed-timeout-minutes", "1", *extra]
+
+
+def train_synthetic(rank: int, argv: list[str], provider: Synthetic) -> None:
+    """A run over synthetic samples in this process, with the entry script's other callbacks."""
+    import pretrain_vlm as entry
+    from mm_models.mcore.arguments import parse
+    from mm_models.mcore.training import pretrain
+
+    pretrain(provider, entry.model_provider, entry.forward_step, parse(argv))
+
+
+def launch_synthetic(nprocs: int, argv: list[str], metrics: Path, provider: Synthetic | None = None, *, timeout: float = 60) -> list[dict]:
+    """`train_synthetic` on `nprocs` processes; one record an iteration."""
+    run(train_synthetic, nprocs, [*argv, "--log-metrics", str(metrics)], provider or Synthetic(), timeout=timeout)
+    return read_metrics(metrics)
