@@ -24,9 +24,6 @@ from mm_models.data.processor import image_grid
 from mm_models.data.templates.base import ChatTemplate, Span
 from mm_models.errors import UserError
 
-LISTED = 20
-"""How many row numbers the report writes out per reason."""
-
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Sample:
@@ -34,7 +31,7 @@ class Sample:
 
     id: int
     ids: array
-    """Token ids (int64), image tokens repeated."""
+    """Token ids (int32), image tokens repeated."""
     trained: tuple[Span, ...]
     """Half-open ranges of `ids` whose tokens are labels."""
     images: tuple[Path, ...]
@@ -67,7 +64,7 @@ class Report:
         ]
         for title, reasons in (("dropped", self.dropped), ("note", self.notes)):
             text += [
-                f"data {title}: {reason}: {len(found)} rows: {_list(found)}"
+                f"data {title}: {reason}: {len(found)} rows: {rows.ranges(found)}"
                 for reason, found in sorted(reasons.items())
             ]
         return text
@@ -140,7 +137,7 @@ class ChatDataset:
         merge = self._processor.image_processor.merge_size**2
         encoded = self._template.encode(conversation.turns, [rows_ * columns // merge for _, rows_, columns in grids])
         sample = Sample(
-            id=conversation.row, ids=array("q", encoded.ids), trained=encoded.trained, images=paths, grids=grids
+            id=conversation.row, ids=array("i", encoded.ids), trained=encoded.trained, images=paths, grids=grids
         )
         expected = sum(rows_ * columns // merge for _, rows_, columns in grids)
         found = sample.ids.count(self._processor.image_token_id)
@@ -160,9 +157,3 @@ class ChatDataset:
             return image_grid(self._processor, height, width)
         except ValueError as error:
             raise UserError(f"image {str(path)!r}, {width} x {height}: {error}") from error
-
-
-def _list(numbers: list[int]) -> str:
-    return ", ".join(map(str, numbers[:LISTED])) + (
-        f" and {len(numbers) - LISTED} more" if len(numbers) > LISTED else ""
-    )

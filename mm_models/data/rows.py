@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,7 @@ from mm_models.errors import UserError, nearest
 IMAGE_MARK = "<image>"
 VIDEO_MARK = "<video>"
 LISTED = 10
-"""How many faults of a file are written out before the rest is only counted."""
+"""How many faults of a file are written out with their reason before the rest is named by row alone."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -158,12 +158,23 @@ def _check_order(turns: tuple[Turn, ...]) -> None:
 
 
 def refuse(path: Path, total: int, faults: list[tuple[int, str]]) -> None:
-    """Raise one error that names the first faulty rows of a file and counts all of them; nothing when there are
-    none."""
+    """Raise one error that names every faulty row of a file, the first with their reasons; nothing without faults."""
     if not faults:
         return
     lines = [f"  row {row}: {reason}" for row, reason in faults[:LISTED]]
-    more = [f"  and {len(faults) - LISTED} more"] if len(faults) > LISTED else []
+    rest = [row for row, _ in faults[LISTED:]]
+    more = [f"  and rows {ranges(rest)}"] if rest else []
     raise UserError(
         "\n".join([f"{path}: {len(faults)} of {total} rows refused (rows are counted from 0)", *lines, *more])
     )
+
+
+def ranges(numbers: Iterable[int]) -> str:
+    """Ascending numbers, all of them and short: 0-3, 7, 9-12."""
+    spans: list[list[int]] = []
+    for number in numbers:
+        if spans and number == spans[-1][1] + 1:
+            spans[-1][1] = number
+        else:
+            spans.append([number, number])
+    return ", ".join(str(first) if first == last else f"{first}-{last}" for first, last in spans)

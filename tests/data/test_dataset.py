@@ -65,7 +65,9 @@ class TestRows:
 
     def test_all_bad_rows_are_counted_and_ten_shown(self, make):
         text = refusal(make, GOOD, *[kit.row("a")] * 12)
-        assert "12 of 13 rows refused" in text and "row 10:" in text and "row 11:" not in text and "and 2 more" in text
+        assert (
+            "12 of 13 rows refused" in text and "row 10:" in text and "row 11:" not in text and "and rows 11-12" in text
+        )
 
     def test_attr_renames_columns_and_roles(self, make, processor):
         row = {"conversations": [{"from": "human", "value": "q"}, {"from": "gpt", "value": "a"}], "prompt": "be kind"}
@@ -197,7 +199,7 @@ class TestLength:
 
     def test_nothing_left(self, make):
         text = refusal(make, GOOD, GOOD, cutoff_len=5)
-        assert "no sample is left of 2 rows" in text and "longer than cutoff_len 5: 2 rows: 0, 1" in text
+        assert "no sample is left of 2 rows" in text and "longer than cutoff_len 5: 2 rows: 0-1" in text
 
     def test_no_answer_to_learn_from(self, make):
         """B14: end tokens alone are nothing to learn from."""
