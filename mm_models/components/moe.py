@@ -92,7 +92,7 @@ def routed_experts(
     rows = x.index_select(0, order.div(top_k, rounding_mode="floor"))
     rows = _through_experts(rows, counts, experts, ep_group, etp_group)
     back = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
-    rows = rows.index_select(0, back).view(len(x), top_k, -1)
+    rows = rows.index_select(0, back).view(len(x), top_k, x.shape[1])
     return (rows * weights.unsqueeze(-1)).sum(dim=1).to(x.dtype), indices
 
 

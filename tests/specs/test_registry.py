@@ -1,0 +1,80 @@
+"""The registry's golden listing, its refusals, and what listing it imports."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+from mm_models.errors import UserError
+from mm_models.registry import TABLES, Registry, load_plugins, table
+
+GOLDEN = {
+    "vision_encoders": ["glm4v_vit"],
+    "vision_projectors": ["GlmMLP"],
+    "text_decoders": ["glm4v_moe_lm"],
+    "vit_layer_specs": ["glm4v_vit"],
+    "llm_layer_specs": ["glm4v_moe_lm"],
+    "weight_maps": ["GlmMLP", "glm4v_moe_lm", "glm4v_vit"],
+    "config_maps": ["GlmMLP", "glm4v_moe_lm", "glm4v_vit"],
+    "converters": ["Glm4vMoeConverter"],
+    "positions": ["glm4v_moe_lm"],
+    "datasets": ["huggingface"],
+    "templates": ["glm4v_moe"],
+    "collators": ["glm4v_moe", "qwen3vl"],
+}
+
+
+def test_golden_listing():
+    """An id never disappears unseen."""
+    found = {name: table(name).ids() for name in TABLES}
+    assert {name: ids for name, ids in found.items() if ids} == GOLDEN
+
+
+def test_every_target_can_be_imported():
+    for name in TABLES:
+        for id in table(name).ids():
+            assert table(name).get(id) is not None
+
+
+def test_listing_imports_nothing_heavy():
+    code = (
+        "import sys; from mm_models.registry import TABLES, table; [table(t).ids() for t in TABLES]; "
+        "print([m for m in ('torch', 'megatron', 'transformers') if m in sys.modules])"
+    )
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip() == "[]"
+
+
+def test_unknown_id_names_table_nearest_and_known():
+    with pytest.raises(UserError, match=r"unknown id 'glm4v_moe_ml' in table 'llm_layer_specs'; did you mean 'glm4v_moe_lm'\?"):
+        table("llm_layer_specs").get("glm4v_moe_ml")
+    with pytest.raises(UserError, match=r"unknown registry table 'text_decoder'; did you mean 'text_decoders'\?"):
+        table("text_decoder")
+
+
+def test_duplicate_names_both_definitions():
+    registry = Registry("templates")
+    registry.add("a", "one:x")
+    registry.add("a", "one:x")
+    with pytest.raises(UserError, match="'a' is defined twice in table 'templates': one:x and two:x"):
+        registry.add("a", "two:x")
+
+
+def test_plugins(tmp_path):
+    plugin = tmp_path / "my_plugin.py"
+    plugin.write_text("from mm_models.registry import table\nanswer = 42\ntable('templates').add('mine', 'my_plugin:answer')\n")
+    try:
+        load_plugins([str(plugin)])
+        assert table("templates").get("mine") == 42
+    finally:
+        table("templates")._targets.pop("mine")
+        sys.modules.pop("my_plugin")
+    with pytest.raises(UserError, match="no such file"):
+        load_plugins([str(tmp_path / "other.py")])
+    plugin.write_text("import no_such_module\n")
+    with pytest.raises(UserError, match="cannot be imported: ModuleNotFoundError") as caught:
+        load_plugins([str(plugin)])
+    assert caught.value.__cause__.__traceback__ is not None
+    with pytest.raises(UserError, match="plugin 'no_such_module' cannot be imported"):
+        load_plugins(["no_such_module"])
