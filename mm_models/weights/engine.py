@@ -92,9 +92,7 @@ def execute(
 
 
 def _result(plan: Plan, workers: list[Worker], crc: bool) -> Result:
-    result = Result(
-        sum(w.bytes_read for w in workers), sum(w.bytes_written for w in workers), workers=workers
-    )
+    result = Result(sum(w.bytes_read for w in workers), sum(w.bytes_written for w in workers), workers=workers)
     for number, pieces in _merged([w.source_crcs for w in workers]).items():
         source = plan.sources[number]
         found = combine_all(pieces, start=source.data_start, length=source.nbytes)

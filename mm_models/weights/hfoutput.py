@@ -46,7 +46,11 @@ class HfOutput:
 
     def __post_init__(self):
         by_place = {(f.file, f.offset): f for f in self.store.fragments}
-        self._model = {name: by_place[t.file, t.offset] for name, t in self.reference.tensors.items() if (t.file, t.offset) in by_place}
+        self._model = {
+            name: by_place[t.file, t.offset]
+            for name, t in self.reference.tensors.items()
+            if (t.file, t.offset) in by_place
+        }
         self._dtype = {name: t.dtype for name, t in self.reference.tensors.items()}
         for name, fragment in self._model.items():
             self._dtype[name] = self.dtypes[fragment.placements[0].tensor]
@@ -57,12 +61,18 @@ class HfOutput:
 
     def changed_dtypes(self) -> list[tuple[str, str, str]]:
         """(name, the reference's, ours) of every tensor whose data type is not the reference's."""
-        return [(name, t.dtype, self._dtype[name]) for name, t in self.reference.tensors.items() if self._dtype[name] != t.dtype]
+        return [
+            (name, t.dtype, self._dtype[name])
+            for name, t in self.reference.tensors.items()
+            if self._dtype[name] != t.dtype
+        ]
 
     def kept(self) -> dict[str, list[Stored]]:
         """File name -> the reference's tensors that are written, in file order; empty files are left out."""
         left_out = {extra.name for extra in self.store.extras} if self.drop_extra else set()
-        shards = {name: [t for t in tensors if t.name not in left_out] for name, tensors in self.reference.shards.items()}
+        shards = {
+            name: [t for t in tensors if t.name not in left_out] for name, tensors in self.reference.shards.items()
+        }
         return {name: tensors for name, tensors in shards.items() if tensors}
 
     def extra_sources(self) -> list[Fragment]:
@@ -87,7 +97,11 @@ class HfOutput:
         for tensors in self.kept().values():
             for tensor in tensors:
                 model = self._model.get(tensor.name)
-                made = self._extra(tensor) if model is None else replace(model, dtype=self._dtype[tensor.name], cast=self.cast, crc=None)
+                made = (
+                    self._extra(tensor)
+                    if model is None
+                    else replace(model, dtype=self._dtype[tensor.name], cast=self.cast, crc=None)
+                )
                 found.append(replace(made, file=None, offset=0))
                 self._stored.append(tensor)
         return found
@@ -105,10 +119,14 @@ class HfOutput:
 
     def _header(self, file: str, tensors: Sequence[Stored]) -> bytes:
         raw = self.reference.headers[file]
-        unchanged = len(tensors) == len(self.reference.shards[file]) and all(self._dtype[t.name] == t.dtype for t in tensors)
+        unchanged = len(tensors) == len(self.reference.shards[file]) and all(
+            self._dtype[t.name] == t.dtype for t in tensors
+        )
         if unchanged:
             return raw
-        return hffolder.make_header([(t.name, self._dtype[t.name], t.shape) for t in tensors], hffolder.metadata_of(raw))
+        return hffolder.make_header(
+            [(t.name, self._dtype[t.name], t.shape) for t in tensors], hffolder.metadata_of(raw)
+        )
 
     def finish(self, tmp: Path, provenance: Mapping[str, Any]) -> list[str]:
         """Everything beside the weights; returns what the reference lacked, as warnings."""
@@ -124,7 +142,11 @@ class HfOutput:
 
     def _write_index(self, tmp: Path) -> None:
         kept, index = self.kept(), json.loads(json.dumps(self.reference.index))
-        sizes = {t.name: (volume(t.shape), t.nbytes // itemsize(t.dtype) * itemsize(self._dtype[t.name])) for ts in kept.values() for t in ts}
+        sizes = {
+            t.name: (volume(t.shape), t.nbytes // itemsize(t.dtype) * itemsize(self._dtype[t.name]))
+            for ts in kept.values()
+            for t in ts
+        }
         weight_map = {name: file for name, file in index["weight_map"].items() if name in sizes}
         metadata = index.setdefault("metadata", {})
         metadata["total_size"] = sum(size for _, size in sizes.values())
@@ -149,7 +171,9 @@ class HfOutput:
                 continue
             if name.endswith(".index.json"):
                 continue
-            text = file.read_text(encoding="utf-8") if name.endswith(".json") and file.stat().st_size < 1 << 20 else None
+            text = (
+                file.read_text(encoding="utf-8") if name.endswith(".json") and file.stat().st_size < 1 << 20 else None
+            )
             changed = self._changed_json(name, text) if text is not None else None
             if changed is not None:
                 write_atomically(tmp / name, json.dumps(changed, indent=2, ensure_ascii=False) + "\n")
@@ -191,7 +215,11 @@ class HfOutput:
 def _drop_local_paths(content: Any) -> None:
     """Remove `_name_or_path`-like keys that hold a path of the machine that wrote them."""
     if isinstance(content, dict):
-        for key in [k for k, v in content.items() if k in ("_name_or_path", "name_or_path") and isinstance(v, str) and v.startswith(("/", ".", "~"))]:
+        for key in [
+            k
+            for k, v in content.items()
+            if k in ("_name_or_path", "name_or_path") and isinstance(v, str) and v.startswith(("/", ".", "~"))
+        ]:
             del content[key]
         for value in content.values():
             _drop_local_paths(value)

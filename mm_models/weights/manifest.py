@@ -116,10 +116,12 @@ _FLAG = {"vision": "vit-pp-layers", "text": "llm-pp-layers"}
 
 @dataclass(frozen=True, kw_only=True)
 class Checkpoint:
-    """A complete checkpoint folder and its manifest."""
+    """A complete checkpoint folder and its manifest. `repeated`: a folder of the field that holds the dense tensors again
+    in every expert rank's folder."""
 
     folder: Path
     manifest: Manifest
+    repeated: bool = False
 
 
 def versions() -> dict[str, str]:

@@ -31,7 +31,9 @@ def read_head(checkpoint: Checkpoint, say: Callable[[str], None]) -> OptimizerHe
             joined["params"] |= set(group["params"])
     if len(steps) > 1:
         said = ", ".join(f"{step} in {file}" for step, file in steps.items())
-        raise UserError(f"{checkpoint.folder}: optimizer files disagree about the step ({said}). The checkpoint is not consistent.")
+        raise UserError(
+            f"{checkpoint.folder}: optimizer files disagree about the step ({said}). The checkpoint is not consistent."
+        )
     canonical = {tensor.name: tensor.canonical for tensor in build(checkpoint.manifest.model).tensors.values()}
     return OptimizerHead(
         names=frozenset(canonical[moment.name] for moment in moments),

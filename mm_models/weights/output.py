@@ -1,41 +1,30 @@
-"""New checkpoints and Hugging Face folders: their files at full size, and the fragments to fill them.
+"""A checkpoint to be: its files at full size, and the fragments to fill them.
 
-`MmOutput` and `HfOutput` first describe the target (its fragments have no file yet, so that a plan can be proven), then make
-the files under a temporary name, then finish: manifest, `model.json` and tracker, or config, tokenizer files and index.
+`MmOutput` first describes the target (its fragments have no file yet, so that a plan can be proven), then makes the files
+under a temporary name, then finishes: CRCs, manifest, `model.json`, tracker.
 """
 
 from __future__ import annotations
 
 import json
 import os
-import re
 import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from mm_models.config.model import ModelConfig
-from mm_models.config.strict import validate
+from mm_models.config.split import with_split
 from mm_models.errors import UserError
 from mm_models.layout import ModelSplit, ParallelLayout
-from mm_models.weights import hffolder, mmfolder, ptfile
-from mm_models.weights.boxes import Shape, volume
-from mm_models.weights.manifest import Entry, Manifest, Moment, versions, write_manifest
+from mm_models.weights import mmfolder, ptfile
+from mm_models.weights.boxes import volume
+from mm_models.weights.manifest import Entry, Manifest, Moment, write_manifest
 from mm_models.weights.model_map import WeightMap
 from mm_models.weights.plan import Fragment
 from mm_models.weights.stores import PARTS, Shard, moment_placements, shards
 
 CHECKPOINT_VERSION = 3.0
-
-
-def with_split(model: ModelConfig, split: ModelSplit) -> ModelConfig:
-    """`model` with the `pipeline_num_layers` of `split`: a flat list, or one list per virtual chunk."""
-    content = model.model_dump(exclude_none=True)
-    for section, part in ((content.get("image_encoder", {}).get("vision_encoder"), split.vision), (content.get("text_decoder"), split.text)):
-        if section is not None and part is not None:
-            section["pipeline_num_layers"] = part.nested() if part.vpp > 1 else part.nested()[0]
-    return validate(ModelConfig, content, "model.json")
 
 
 def need_space(folder: Path, nbytes: int) -> None:
@@ -70,11 +59,14 @@ class MmOutput:
     extra: Mapping[str, Any] = field(default_factory=dict)
     source: Mapping[str, Any] = field(default_factory=dict)
     optimizer: OptimizerHead | None = None
-    _keys: list[tuple] = field(default_factory=list)
+    _keys: list[tuple] = field(default_factory=list, init=False)
+    _shards: list[Shard] = field(default_factory=list, init=False)
+    _places: list[tuple[Path, ptfile.Found]] = field(default_factory=list, init=False)
 
     def fragments(self) -> list[Fragment]:
         """The target fragments of weights and moments, without a place yet."""
-        found, self._keys, self._shards = [], [], shards(self.wmap, self.layout, self.split)
+        self._keys, self._shards = [], shards(self.wmap, self.layout, self.split)
+        found = []
         for shard in self._shards:
             for name, local in shard.tensors.items():
                 label, dtype = f"{shard.folder}: {name}", self.dtypes[local.tensor.canonical]
@@ -96,19 +88,19 @@ class MmOutput:
 
     def make_files(self, tmp: Path, fragments: Sequence[Fragment]) -> list[Fragment]:
         """Every file of the checkpoint at full size; the fragments with their places."""
-        places: dict[tuple, tuple[Path, int]] = {}
+        places: dict[tuple, tuple[Path, ptfile.Found]] = {}
         for shard in self._shards:
             (tmp / shard.folder).mkdir()
             places |= self._make_model_file(tmp, shard)
             if self._moments(shard):
                 places |= self._make_optimizer_file(tmp, shard)
-        located = []
-        for fragment, (shard, name, part) in zip(fragments, self._keys, strict=True):
-            file, offset = places[shard.folder, name, part]
-            located.append(replace(fragment, file=file, offset=offset))
-        return located
+        self._places = [places[shard.folder, name, part] for shard, name, part in self._keys]
+        return [
+            replace(fragment, file=file, offset=found.offset)
+            for fragment, (file, found) in zip(fragments, self._places, strict=True)
+        ]
 
-    def _make_model_file(self, tmp: Path, shard: Shard) -> dict[tuple, tuple[Path, int]]:
+    def _make_model_file(self, tmp: Path, shard: Shard) -> dict[tuple, tuple[Path, ptfile.Found]]:
         content: dict[str, Any] = {mmfolder.container(self.layout, chunk): {} for chunk in range(self.layout.vpp)}
         keys = {}
         for name, local in shard.tensors.items():
@@ -120,24 +112,30 @@ class MmOutput:
             content |= self.extra
         file = tmp / shard.folder / mmfolder.MODEL_FILE
         found = ptfile.skeleton(file, content)
-        return {(shard.folder, name, None): (file, found[key].offset) for key, name in keys.items()}
+        return {(shard.folder, name, None): (file, found[key]) for key, name in keys.items()}
 
-    def _make_optimizer_file(self, tmp: Path, shard: Shard) -> dict[tuple, tuple[Path, int]]:
+    def _make_optimizer_file(self, tmp: Path, shard: Shard) -> dict[tuple, tuple[Path, ptfile.Found]]:
         names, params = self._moments(shard), {}
         for name in names:
             shape = shard.tensors[name].shape
             spec = ptfile.Spec(dtype="F32", shape=(volume(shape),))
             params[name] = {"range": (0, volume(shape)), "shape": shape} | dict.fromkeys(PARTS, spec)
         groups = [dict(group) | {"params": self._members(shard, names, group)} for group in self.optimizer.groups]
-        content = {"params": params, "step": self.optimizer.step, "groups": [group for group in groups if group["params"]]}
+        content = {
+            "params": params,
+            "step": self.optimizer.step,
+            "groups": [group for group in groups if group["params"]],
+        }
         file = tmp / shard.folder / mmfolder.optimizer_file(0)
         found = ptfile.skeleton(file, content)
-        return {(shard.folder, name, part): (file, found["params", name, part].offset) for name in names for part in PARTS}
+        return {(shard.folder, name, part): (file, found["params", name, part]) for name in names for part in PARTS}
 
     @staticmethod
     def _members(shard: Shard, names: Sequence[str], group: Mapping[str, Any]) -> list[str]:
         """The shard's parameters in a group; a second copy of a tied weight goes with the first."""
-        return sorted(name for name in names if name in group["params"] or shard.tensors[name].tensor.canonical in group["params"])
+        return sorted(
+            name for name in names if name in group["params"] or shard.tensors[name].tensor.canonical in group["params"]
+        )
 
     def manifest(self, tmp: Path, fragments: Sequence[Fragment], crcs: Mapping[int, int]) -> Manifest:
         entries, moments = [], []
@@ -152,7 +150,13 @@ class MmOutput:
             }
             if part is None:
                 chunk = shard.tensors[name].chunk
-                entries.append(Entry(container=mmfolder.container(self.layout, chunk), key=mmfolder.local_key(name, self.split), **common))
+                entries.append(
+                    Entry(
+                        container=mmfolder.container(self.layout, chunk),
+                        key=mmfolder.local_key(name, self.split),
+                        **common,
+                    )
+                )
             else:
                 moments.append(Moment(part=part, range=(0, volume(fragment.shape)), **common))
         return Manifest(
@@ -166,8 +170,13 @@ class MmOutput:
         )
 
     def finish(self, tmp: Path, fragments: Sequence[Fragment], crcs: Mapping[int, int]) -> Path:
-        """Manifest, `model.json` beside the checkpoint, rename, tracker."""
+        """CRCs into the zip files, manifest, `model.json` beside the checkpoint, rename, tracker."""
         manifest = self.manifest(tmp, fragments, crcs)
+        by_file: dict[Path, list[tuple[ptfile.Found, int]]] = {}
+        for number, (file, found) in enumerate(self._places):
+            by_file.setdefault(file, []).append((found, crcs[number]))
+        for file, found in by_file.items():
+            ptfile.seal(file, found)
         for shard in self._shards:
             mmfolder.sync_folder(tmp / shard.folder)
         write_manifest(tmp, manifest)

@@ -1,17 +1,18 @@
-"""`.pt` files without their bytes: where each tensor lies, what else is inside, and new files at full size to fill.
+"""Reads `.pt` files without their bytes and without torch: what is inside, and where each tensor lies.
 
-A `.pt` is a zip whose records are stored, not compressed: a tensor is a plain run of bytes. `scan` reads a file's pickle
-with `weights_only=True` under FakeTensorMode, so no data is touched, and `skeleton` writes one whose data are holes, each
-tensor on a 4096-byte boundary. The zip's own CRC of such a file is wrong; torch does not look, and ours is in the manifest.
+The pickle is read by an unpickler that knows how torch describes a tensor, plain containers and, of foreign classes, only
+`argparse.Namespace`, which the field's checkpoints hold: stricter than `weights_only=True`. Everything else is refused by
+name, and no code of the file's choosing can run. Writing is `ptwriter`'s.
 
-Refused: anything that `weights_only=True` refuses, by its name; of classes only `argparse.Namespace`, which the field's
-checkpoints hold, is let in. Tensors that are not contiguous, and legacy (non-zip) files.
+Refused: other classes, by name; tensors that are not contiguous; legacy (non-zip) and compressed files; files cut short.
 """
 
 from __future__ import annotations
 
 import argparse
-import re
+import collections
+import pickle
+import struct
 import zipfile
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -19,109 +20,153 @@ from pathlib import Path
 from typing import Any
 
 from mm_models.errors import UserError
-from mm_models.weights.boxes import Shape
-from mm_models.weights.dtypes import dtype_name, torch_dtype
+from mm_models.weights.boxes import Shape, volume
+from mm_models.weights.dtypes import TORCH_NAMES, itemsize
+from mm_models.weights.ptwriter import ALIGNMENT, STORAGES, Found, Spec, seal, skeleton
 
-ALIGNMENT = 4096
+__all__ = ["ALIGNMENT", "Found", "Spec", "scan", "seal", "skeleton"]
 
 
-@dataclass(frozen=True, kw_only=True)
-class Spec:
-    """A tensor to be: data type and shape."""
+@dataclass(frozen=True)
+class _Storage:
+    dtype: str | None
+    key: str
 
+
+@dataclass(frozen=True)
+class _Tensor:
+    storage: _Storage
     dtype: str
-    shape: Shape
-
-
-@dataclass(frozen=True, kw_only=True)
-class Found:
-    """A tensor in a file: `path` are the keys that lead to it."""
-
-    path: tuple[str | int, ...]
-    dtype: str
-    shape: Shape
     offset: int
+    shape: Shape
+    strides: Shape
 
 
-def skeleton(path: Path, content: Mapping[str, Any]) -> dict[tuple, Found]:
-    """Write `content`, in which every `Spec` becomes a tensor of unwritten bytes; returns where the tensors lie."""
-    import torch
-    from torch._subclasses.fake_tensor import FakeTensorMode
-    from torch.utils.serialization import config
-
-    def make(value: Any) -> Any:
-        if isinstance(value, Spec):
-            return torch.empty(value.shape, dtype=torch_dtype(value.dtype))
-        if isinstance(value, Mapping):
-            return {key: make(item) for key, item in value.items()}
-        if isinstance(value, (list, tuple)):
-            return type(value)(make(item) for item in value)
-        return value
-
-    with FakeTensorMode(), config.patch("save.storage_alignment", ALIGNMENT):
-        with torch.serialization.skip_data(materialize_fake_tensors=True):
-            torch.save(make(content), path)
-    return scan(path)[1]
-
-
-def scan(path: Path) -> tuple[Any, dict[tuple, Found]]:
+def scan(path: str | Path) -> tuple[Any, dict[tuple, Found]]:
     """(content, tensors by key path) of a file. In the content every tensor is a `Spec`; no tensor data are read."""
-    import torch
-    from torch._subclasses.fake_tensor import FakeTensorMode
-
-    content = _load(path, fake=FakeTensorMode())
-    found: dict[tuple, Found] = {}
-
-    def walk(value: Any, at: tuple) -> Any:
-        if isinstance(value, torch.Tensor):
-            shape, dtype = tuple(value.shape), dtype_name(value.dtype)
-            if not value.is_contiguous():
-                raise UserError(
-                    f"{path}: tensor {_dotted(at)} is not contiguous (shape {shape}, strides {value.stride()}). Save a contiguous copy."
-                )
-            start = value.untyped_storage()._checkpoint_offset
-            if start is None:  # torch leaves it out for tensors without elements
-                start = 0
-            found[at] = Found(
-                path=at, dtype=dtype, shape=shape, offset=start + value.storage_offset() * value.element_size()
-            )
-            return Spec(dtype=dtype, shape=shape)
-        if isinstance(value, Mapping):
-            return {key: walk(item, (*at, key)) for key, item in value.items()}
-        if isinstance(value, (list, tuple)):
-            return (
-                type(value)(walk(item, (*at, i)) for i, item in enumerate(value))
-                if type(value) in (list, tuple)
-                else value
-            )
-        return value
-
-    return walk(content, ()), found
-
-
-def load(path: Path) -> Any:
-    """A file with its data, `weights_only=True`, `argparse.Namespace` let in."""
-    return _load(path, fake=None)
-
-
-def _load(path: Path, fake) -> Any:
-    import contextlib
-
-    import torch
-
+    path = Path(path)
     if not zipfile.is_zipfile(path):
         raise UserError(f"{path}: not a zip-format .pt file (cut short, or saved in torch's format before 1.6).")
-    try:
-        with fake or contextlib.nullcontext(), torch.serialization.safe_globals([argparse.Namespace]):
-            return torch.load(path, weights_only=True, map_location=None if fake else "cpu")
-    except Exception as error:
-        text = re.sub(r"\x1b\[\d*m", "", str(error))
-        name = re.search(r"(?:GLOBAL|global|class) ([\w.]+)", text.partition("WeightsUnpickler error:")[2] or text)
-        what = f"it holds {name.group(1)}, which is not data" if name else text.splitlines()[0]
-        raise UserError(
-            f"{path}: cannot be read as plain tensors and data: {what}. Only argparse.Namespace is let in beside torch's own types."
-        ) from error
+    with zipfile.ZipFile(path) as archive:
+        records = {info.filename.partition("/")[2]: info for info in archive.infolist()}
+        if "data.pkl" not in records:
+            raise UserError(f"{path}: a zip without data.pkl: not a file of torch.save.")
+        with archive.open(records["data.pkl"]) as pickled:
+            content = _Reader(pickled, path).load()
+    with path.open("rb") as file:
+        starts = {
+            key.removeprefix("data/"): _data_start(file, info, path)
+            for key, info in records.items()
+            if key.startswith("data/")
+        }
+    found: dict[tuple, Found] = {}
+    return _walk(content, (), starts, found, path), found
 
 
-def _dotted(path: tuple) -> str:
-    return ".".join(map(str, path))
+def _walk(value: Any, at: tuple, starts: Mapping[str, int], found: dict[tuple, Found], path: Path) -> Any:
+    if isinstance(value, _Tensor):
+        contiguous = tuple(volume(value.shape[i + 1 :]) for i in range(len(value.shape)))
+        if volume(value.shape) > 1 and any(
+            n > 1 and s != c for n, s, c in zip(value.shape, value.strides, contiguous, strict=True)
+        ):
+            shown = ".".join(map(str, at))
+            raise UserError(
+                f"{path}: tensor {shown} is not contiguous (shape {value.shape}, strides {value.strides}). Save a contiguous copy."
+            )
+        start = starts.get(value.storage.key, 0) + value.offset * itemsize(value.dtype)
+        found[at] = Found(path=at, dtype=value.dtype, shape=value.shape, offset=start)
+        return Spec(dtype=value.dtype, shape=value.shape)
+    if isinstance(value, argparse.Namespace):
+        return argparse.Namespace(**_walk(vars(value), at, starts, found, path))
+    if isinstance(value, Mapping):
+        return {key: _walk(item, (*at, key), starts, found, path) for key, item in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)(_walk(item, (*at, i), starts, found, path) for i, item in enumerate(value))
+    return value
+
+
+def _data_start(file, info: zipfile.ZipInfo, path: Path) -> int:
+    """Where a record's bytes begin: behind its local header, whose extra field differs from the directory's."""
+    if info.compress_type != zipfile.ZIP_STORED:
+        raise UserError(f"{path}: record {info.filename} is compressed; torch.save stores tensors as they are.")
+    file.seek(info.header_offset)
+    header = file.read(30)
+    if header[:4] != b"PK\3\4":
+        raise UserError(f"{path}: damaged zip, no record at byte {info.header_offset}.")
+    name_length, extra_length = struct.unpack("<2H", header[26:30])
+    return info.header_offset + 30 + name_length + extra_length
+
+
+# --- what a pickle may name ---------------------------------------------------------------------------------------
+
+
+def _rebuild_tensor_v2(storage: _Storage, offset, shape, strides, *ignored) -> _Tensor:
+    assert storage.dtype is not None, storage
+    return _Tensor(storage, storage.dtype, offset, tuple(shape), tuple(strides))
+
+
+def _rebuild_tensor_v3(storage: _Storage, offset, shape, strides, requires_grad, hooks, dtype, *ignored) -> _Tensor:
+    return _Tensor(storage, dtype, offset, tuple(shape), tuple(strides))
+
+
+def _rebuild_parameter(data: _Tensor, *ignored) -> _Tensor:
+    return data
+
+
+def _latin1(text: str, encoding: str) -> bytes:
+    return text.encode(encoding)
+
+
+def _same(*values: Any) -> Any:
+    return values[0] if len(values) == 1 else values
+
+
+_KNOWN: dict[tuple[str, str], Any] = {
+    ("torch._utils", "_rebuild_tensor_v2"): _rebuild_tensor_v2,
+    ("torch._utils", "_rebuild_tensor_v3"): _rebuild_tensor_v3,
+    ("torch._utils", "_rebuild_parameter"): _rebuild_parameter,
+    ("torch.storage", "UntypedStorage"): None,
+    ("torch", "Size"): tuple,
+    ("torch", "device"): _same,
+    ("collections", "OrderedDict"): collections.OrderedDict,
+    ("collections", "defaultdict"): collections.defaultdict,
+    ("collections", "Counter"): collections.Counter,
+    ("argparse", "Namespace"): argparse.Namespace,
+    ("builtins", "set"): set,
+    ("builtins", "frozenset"): frozenset,
+    ("builtins", "complex"): complex,
+    ("builtins", "bytearray"): bytearray,
+    ("builtins", "dict"): dict,
+    ("builtins", "list"): list,
+    ("builtins", "tuple"): tuple,
+    ("_codecs", "encode"): _latin1,
+} | {("torch", name): dtype for dtype, name in STORAGES.items()}
+_KNOWN |= {("torch", name): dtype for dtype, name in TORCH_NAMES.items()}
+_KNOWN |= {("__builtin__", name): value for (module, name), value in list(_KNOWN.items()) if module == "builtins"}
+
+
+class _Reader(pickle.Unpickler):
+    """Knows the names above and no other."""
+
+    def __init__(self, file, path: Path):
+        super().__init__(file, encoding="utf-8")
+        self._path = path
+
+    def find_class(self, module: str, name: str) -> Any:
+        if (module, name) not in _KNOWN:
+            raise UserError(
+                f"{self._path}: holds {module}.{name}, which is not plain data. Only argparse.Namespace is let in beside torch's own types."
+            )
+        return _KNOWN[module, name]
+
+    def persistent_load(self, saved: Any) -> _Storage:
+        """torch's ("storage", class, key, device, elements)."""
+        return _Storage(dtype=saved[1], key=saved[2])
+
+    def load(self) -> Any:
+        try:
+            return super().load()
+        except (pickle.UnpicklingError, EOFError, AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
+            if isinstance(error, UserError):
+                raise
+            raise UserError(f"{self._path}: damaged pickle: {error}.") from error

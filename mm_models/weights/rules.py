@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from mm_models.weights.boxes import Placement, Shape, volume
+from mm_models.weights.boxes import Placement, Shape, partition_fault, volume
 
 EXPERT_LAYOUTS = ("per_expert", "stacked_hf")
 Sizes = Mapping[str, int]
@@ -104,7 +104,7 @@ class Transform(Protocol):
 
     def pieces(self, shape: Shape, sizes: Sizes, expert_layout: str) -> Iterator[Piece]: ...
 
-    def describe(self) -> str: ...
+    def describe(self, prefix: str) -> str: ...
 
 
 @dataclass(frozen=True)
@@ -117,8 +117,8 @@ class Same:
         zeros = (0,) * len(shape)
         yield Piece(self.name, shape, shape, zeros, zeros, shape)
 
-    def describe(self) -> str:
-        return self.name
+    def describe(self, prefix: str) -> str:
+        return prefix + self.name
 
 
 @dataclass(frozen=True, init=False)
@@ -136,8 +136,8 @@ class Concat:
         for i, name in enumerate(self.names):
             yield Piece(name, part, part, zeros, (i * part[0], *zeros[1:]), part)
 
-    def describe(self) -> str:
-        return f"[{'; '.join(self.names)}]"
+    def describe(self, prefix: str) -> str:
+        return f"[{'; '.join(prefix + name for name in self.names)}]"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -166,8 +166,8 @@ class QkvGroups:
                 yield Piece(name, source, source, (at, *zeros), (to, *zeros), (head_count * dim, *rest))
                 to += head_count * dim
 
-    def describe(self) -> str:
-        return f"per kv group [q..; k; v] of {', '.join(self.names)}"
+    def describe(self, prefix: str) -> str:
+        return f"per kv group [q..; k; v] of {', '.join(prefix + name for name in self.names)}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -191,8 +191,8 @@ class Experts:
                     named, (out, shape[2]), (1, out, shape[2]), (0, 0, 0), (expert, i * out, 0), (1, out, shape[2])
                 )
 
-    def describe(self) -> str:
-        return f"{self.stacked_hf} | stack of {', '.join(self.per_expert)}"
+    def describe(self, prefix: str) -> str:
+        return f"{prefix}{self.stacked_hf} | stack of {', '.join(prefix + name for name in self.per_expert)}"
 
 
 # --- rules and tables ---------------------------------------------------------------------------------------------
@@ -248,31 +248,16 @@ class WeightTable:
         rows = []
         for rule in self.rules:
             prefix = self.hf_prefixes[rule.part or self.section]
-            source = (
-                f"{prefix}{rule.hf.describe()}"
-                if isinstance(rule.hf, Same)
-                else rule.hf.describe()
-                if rule.hf
-                else f"= {rule.alias}"
-            )
-            notes = "".join(
-                f" [{note}]" for note in (rule.when, rule.kind if rule.kind != "param" else None, rule.hold) if note
-            )
-            rows.append(
-                (
-                    self.mm_prefix + rule.mm + notes,
-                    source,
-                    f"({', '.join(rule.shape)})",
-                    SHARD_NAMES.get(rule.shard, str(rule.shard)),
-                )
-            )
+            source = rule.hf.describe(prefix) if rule.hf else f"a second copy of {self.mm_prefix}{rule.alias}"
+            kind = rule.kind if rule.kind != "param" else None
+            notes = "".join(f" [{note}]" for note in (rule.when, kind, rule.hold) if note)
+            shard = SHARD_NAMES.get(rule.shard, str(rule.shard))
+            rows.append((self.mm_prefix + rule.mm + notes, source, f"({', '.join(rule.shape)})", shard))
         return rows
 
 
 def pieces_fault(shape: Shape, pieces: list[Piece]) -> str | None:
     """Prove that pieces cover the Megatron tensor and each of their sources exactly once; None, or what is wrong."""
-    from mm_models.weights.boxes import partition_fault
-
     if fault := partition_fault(shape, [(piece.to, piece.extent) for piece in pieces]):
         return fault
     by_source: dict[str, list[Piece]] = {}

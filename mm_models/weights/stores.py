@@ -88,21 +88,29 @@ class Shard:
     tensors: Mapping[str, LocalTensor]
 
 
-def shards(wmap: WeightMap, layout: ParallelLayout, split: ModelSplit) -> list[Shard]:
-    """Every file of a checkpoint in this layout, in order of its name; files that would be empty are left out."""
+def shards(wmap: WeightMap, layout: ParallelLayout, split: ModelSplit, *, repeated: bool = False) -> list[Shard]:
+    """Every file of a checkpoint in this layout, in order of its name; expert files that would be empty are left out.
+
+    `repeated` is the field's way with EP: a folder by (tp, pp, ep) with its experts and, again, the dense tensors.
+    """
     found: list[Shard] = []
     for pp in range(layout.pp):
+        if repeated:
+            for tp in range(layout.tp):
+                for ep in range(layout.ep):
+                    local = wmap.local(shard_coords(tp=tp, pp=pp, etp=tp, ep=ep), layout, split)
+                    folder = f"{mmfolder.dense_dir(layout, tp=tp, pp=pp)}_{ep:03d}"
+                    found.append(Shard(folder=folder, expert=False, tensors=local))
+            continue
         if layout.separate_experts:
             for etp in range(layout.etp):
                 for ep in range(layout.ep):
                     local = wmap.local(shard_coords(pp=pp, etp=etp, ep=ep), layout, split, expert=True)
-                    found.append(
-                        Shard(folder=mmfolder.expert_dir(layout, etp=etp, pp=pp, ep=ep), expert=True, tensors=local)
-                    )
+                    folder = mmfolder.expert_dir(layout, etp=etp, pp=pp, ep=ep)
+                    found.append(Shard(folder=folder, expert=True, tensors=local))
         for tp in range(layout.tp):
-            local = wmap.local(
-                shard_coords(tp=tp, pp=pp, etp=tp), layout, split, expert=False if layout.separate_experts else None
-            )
+            only = False if layout.separate_experts else None
+            local = wmap.local(shard_coords(tp=tp, pp=pp, etp=tp), layout, split, expert=only)
             found.append(Shard(folder=mmfolder.dense_dir(layout, tp=tp, pp=pp), expert=False, tensors=local))
     return sorted((shard for shard in found if shard.tensors or not shard.expert), key=lambda shard: shard.folder)
 
@@ -116,7 +124,7 @@ def mm_store(checkpoint: Checkpoint, wmap: WeightMap, *, verify: bool = True) ->
     entries = {(entry.file.rpartition("/")[0], entry.name): entry for entry in manifest.tensors}
     expected = {
         (shard.folder, name): local
-        for shard in shards(wmap, manifest.layout, manifest.split)
+        for shard in shards(wmap, manifest.layout, manifest.split, repeated=checkpoint.repeated)
         for name, local in shard.tensors.items()
     }
     shapes = {key: (entries[key].shape, expected[key].shape) for key in set(entries) & set(expected)}
@@ -195,7 +203,7 @@ def optimizer_store(checkpoint: Checkpoint, wmap: WeightMap, *, verify: bool = T
     manifest, fragments = checkpoint.manifest, []
     locals_ = {
         (shard.folder, name): local
-        for shard in shards(wmap, manifest.layout, manifest.split)
+        for shard in shards(wmap, manifest.layout, manifest.split, repeated=checkpoint.repeated)
         for name, local in shard.tensors.items()
     }
     for moment in manifest.optimizer:

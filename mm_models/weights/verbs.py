@@ -8,7 +8,6 @@ nothing that loads. Data types stay as they are. `Report` is the closing line.
 from __future__ import annotations
 
 import resource
-import shutil
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -19,16 +18,17 @@ from typing import Any
 
 from mm_models.config.family import Family, family_of, family_of_model
 from mm_models.config.model import ModelConfig, load_model_config
+from mm_models.config.split import with_split, without_split
 from mm_models.errors import UserError
 from mm_models.layout import ModelSplit, ParallelLayout
 from mm_models.weights import hffolder, mmfolder, stores
 from mm_models.weights.boxes import Shape
 from mm_models.weights.engine import Result, execute
 from mm_models.weights.hfoutput import MARK, HfOutput
-from mm_models.weights.manifest import Checkpoint, Manifest, open_checkpoint, versions
+from mm_models.weights.manifest import Checkpoint, versions
 from mm_models.weights.model_map import WeightMap, build
 from mm_models.weights.optimizer_file import read_head
-from mm_models.weights.output import MmOutput, need_space, with_split
+from mm_models.weights.output import MmOutput, need_space
 from mm_models.weights.plan import Fragment, Plan, plan
 
 Say = Callable[[str], None]
@@ -89,7 +89,15 @@ def peak_rss() -> int:
 # --- Hugging Face -> checkpoint -----------------------------------------------------------------------------------
 
 
-def hf_to_mm(hf: str | Path, out: str | Path, target: Target, *, model_json: str | Path | None = None, options: Options) -> Report:
+def hf_to_mm(
+    hf: str | Path,
+    out: str | Path,
+    target: Target,
+    *,
+    model_json: str | Path | None = None,
+    converter: str | None = None,
+    options: Options,
+) -> Report:
     """Convert the Hugging Face folder `hf` to a release checkpoint in `out`, with its `model.json`.
 
     With `model_json` the model comes from that file, refused where it disagrees with config.json.
@@ -97,6 +105,7 @@ def hf_to_mm(hf: str | Path, out: str | Path, target: Target, *, model_json: str
     folder = hffolder.open_folder(hf)
     where = str(folder.path / hffolder.CONFIG)
     family = family_of(folder.config, where)
+    _check_converter(converter, family, folder.path)
     if model_json is not None:
         model = load_model_config(model_json)
         family.check_model(model, folder.config, where)
@@ -113,9 +122,20 @@ def hf_to_mm(hf: str | Path, out: str | Path, target: Target, *, model_json: str
         layout=target.layout,
         split=split,
         dtypes=_dtypes(store.fragments),
-        source={"kind": "huggingface", "folder": folder.path.name, "expert_layout": store.expert_layout, "ignored": [e.name for e in store.extras]},
+        source={
+            "kind": "huggingface",
+            "folder": folder.path.name,
+            "expert_layout": store.expert_layout,
+            "ignored": [e.name for e in store.extras],
+        },
     )
     return _to_mm(output, store.fragments, Path(out), options)
+
+
+def _check_converter(converter: str | None, family: Family, folder: Path) -> None:
+    """Refuse a converter that was named but is another family's."""
+    if converter is not None and converter != family.name:
+        raise UserError(f"{folder} is converted by {family.name}, not {converter}.")
 
 
 def _tell_unread(family: Family, config: Mapping[str, Any], where: str, say: Say) -> None:
@@ -126,23 +146,29 @@ def _tell_unread(family: Family, config: Mapping[str, Any], where: str, say: Say
 # --- checkpoint -> checkpoint -------------------------------------------------------------------------------------
 
 
-def resplit(source: Checkpoint, out: str | Path, target: Target, *, options: Options) -> Report:
+def resplit(
+    source: Checkpoint, out: str | Path, target: Target, *, converter: str | None = None, options: Options
+) -> Report:
     """Write the checkpoint `source` in another layout, with optimizer state (as one data-parallel rank) and training position.
 
     Random states belong to ranks that no longer exist; they are left out.
     """
     manifest = source.manifest
+    _check_converter(converter, family_of_model(manifest.model), source.folder)
     if (target.layout.pp, target.layout.vpp) == (manifest.layout.pp, manifest.layout.vpp):
         target = replace(
             target,
             vision_layers=target.vision_layers or (manifest.split.vision and manifest.split.vision.nested()),
             text_layers=target.text_layers or (manifest.split.text and manifest.split.text.nested()),
         )
-    bare = _without_lists(manifest.model)
+    bare = without_split(manifest.model)
     split = target.split(bare, options.say)
     wmap = build(with_split(bare, split))
     _refuse_same(source.folder, Path(out) / source.folder.name)
-    weights, moments = stores.mm_store(source, build(manifest.model)), stores.optimizer_store(source, build(manifest.model))
+    weights, moments = (
+        stores.mm_store(source, build(manifest.model)),
+        stores.optimizer_store(source, build(manifest.model)),
+    )
     head = read_head(source, options.say)
     output = MmOutput(
         wmap=wmap,
@@ -157,24 +183,19 @@ def resplit(source: Checkpoint, out: str | Path, target: Target, *, options: Opt
     return _to_mm(output, [*weights, *moments], Path(out), options)
 
 
-def _without_lists(model: ModelConfig) -> ModelConfig:
-    """`model` without `pipeline_num_layers`, which belong to one layout."""
-    vision = model.image_encoder and model.image_encoder.model_copy(
-        update={"vision_encoder": model.vision.model_copy(update={"pipeline_num_layers": None})}
-    )
-    text = model.text and model.text.model_copy(update={"pipeline_num_layers": None})
-    return model.model_copy(update={"image_encoder": vision, "text_decoder": text})
-
-
 def _training_position(source: Checkpoint) -> dict[str, Any]:
     """What the dense files hold beside tensors: arguments, iteration, scheduler. Values that hold tensors are left out."""
     from mm_models.weights import ptfile
 
     files = sorted({entry.file for entry in source.manifest.tensors if not entry.file.startswith("expert_")})
-    if not files:
+    if not files or source.manifest.iteration is None:
         return {}
     content, _ = ptfile.scan(source.folder / files[0])
-    return {key: value for key, value in content.items() if not key.startswith("model") and not _holds_tensor(value) and key != "rng_state"}
+    return {
+        key: value
+        for key, value in content.items()
+        if not key.startswith("model") and not _holds_tensor(value) and key != "rng_state"
+    }
 
 
 def _holds_tensor(value: Any) -> bool:
@@ -197,6 +218,7 @@ def mm_to_hf(
     *,
     like_reference: bool = False,
     drop_extra: bool = False,
+    converter: str | None = None,
     options: Options,
 ) -> Report:
     """Export a checkpoint as a complete Hugging Face folder in the image of the reference folder `hf`."""
@@ -204,13 +226,20 @@ def mm_to_hf(
     reference = hffolder.open_folder(hf)
     where = str(reference.path / hffolder.CONFIG)
     family = family_of(reference.config, where)
+    _check_converter(converter, family, reference.path)
     family.check_model(manifest.model, reference.config, where)
     wmap = build(manifest.model, family.prefixes)
     store = stores.hf_store(reference, wmap, family)
     _refuse_same(reference.path, out)
     weights = stores.mm_store(source, wmap)
     held, wanted = _dtypes(weights), _dtypes(store.fragments)
-    output = HfOutput(reference=reference, store=store, dtypes=wanted if like_reference else held, cast=like_reference, drop_extra=drop_extra)
+    output = HfOutput(
+        reference=reference,
+        store=store,
+        dtypes=wanted if like_reference else held,
+        cast=like_reference,
+        drop_extra=drop_extra,
+    )
     _tell_dtypes(held, wanted, like_reference, options.say)
     if store.extras:
         what = "dropped" if drop_extra else "copied from the reference"
@@ -224,7 +253,12 @@ def mm_to_hf(
     with _temporary(mmfolder.reserve(out)) as tmp:
         located = output.make_files(tmp, fragments)
         result, seconds = _run(replace(proven, targets=located), options, crc=False)
-        provenance = {"format": "mm-models export", "iteration": manifest.iteration, "versions": versions(), "flags": manifest.layout.flags()}
+        provenance = {
+            "format": "mm-models export",
+            "iteration": manifest.iteration,
+            "versions": versions(),
+            "flags": manifest.layout.flags(),
+        }
         for warning in output.finish(tmp, provenance):
             options.say(f"warning: {warning}")
         mmfolder.finish(tmp)
@@ -276,8 +310,12 @@ def _is_ours(out: Path) -> bool:
     )
 
 
-def _proven(sources: Iterable[Fragment], targets: list[Fragment], wmap: WeightMap, more: Mapping[str, Shape] | None = None) -> Plan:
-    shapes = {tensor.name: tensor.shape for tensor in wmap.tensors.values()} | stores.moment_shapes(wmap) | dict(more or {})
+def _proven(
+    sources: Iterable[Fragment], targets: list[Fragment], wmap: WeightMap, more: Mapping[str, Shape] | None = None
+) -> Plan:
+    shapes = (
+        {tensor.name: tensor.shape for tensor in wmap.tensors.values()} | stores.moment_shapes(wmap) | dict(more or {})
+    )
     return plan(sources, targets, shapes)
 
 
@@ -299,7 +337,13 @@ def _temporary(tmp: Path) -> Iterator[Path]:
 
 
 def _report(out: Path, fragments: list[Fragment], result: Result, seconds: float) -> Report:
-    return Report(target=out, tensors=len(fragments), bytes_read=result.bytes_read, bytes_written=result.bytes_written, seconds=seconds)
+    return Report(
+        target=out,
+        tensors=len(fragments),
+        bytes_read=result.bytes_read,
+        bytes_written=result.bytes_written,
+        seconds=seconds,
+    )
 
 
 def _dtypes(fragments: Iterable[Fragment]) -> dict[str, str]:

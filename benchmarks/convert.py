@@ -1,0 +1,240 @@
+"""Conversion against a plain copy: bytes, wall time, CPU time and peak memory, on a full-width GLM-4.5V of two text layers.
+
+    python benchmarks/convert.py [--small] [--pairs 7] [--jobs N] [--dir DIR] [--keep]
+
+Makes a random checkpoint (one dense layer, one of 128 experts, 24 ViT layers: 9.4 GB of bf16), converts it at TP2·EP4 and
+back, and compares each direction with a plain Python preadv/pwrite copy of the same source files into new files, both
+followed by fsync. Every run is a process of its own; the order is ABBA, files are removed and synced between runs, and all
+pairs are printed. Wall and CPU are those of the whole process, start-up included. Exit status 1 if a bound is missed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import resource
+import shutil
+import statistics
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+BOUNDS = {"wall": 1.25, "cpu": 1.5, "bytes": 1.001, "rss": 1 << 30}
+LAYOUT = {"tp": 2, "ep": 4}
+BLOCK = 8 << 20
+
+
+def config(small: bool) -> dict:
+    """config.json of the benchmark's model: GLM-4.5V's own widths, two text layers; `small` shrinks them."""
+    text = {
+        "vocab_size": 151552, "hidden_size": 4096, "num_hidden_layers": 2, "num_attention_heads": 96, "num_key_value_heads": 8,
+        "head_dim": 128, "intermediate_size": 10944, "first_k_dense_replace": 1, "n_routed_experts": 128, "num_experts_per_tok": 8,
+        "n_shared_experts": 1, "moe_intermediate_size": 1408, "attention_bias": True, "rms_norm_eps": 1e-5,
+        "max_position_embeddings": 65536, "rope_theta": 10000.0, "partial_rotary_factor": 0.5,
+        "rope_scaling": {"rope_type": "default", "mrope_section": [8, 12, 12]},
+    }  # fmt: skip
+    vision = {
+        "depth": 24,
+        "hidden_size": 1536,
+        "num_heads": 12,
+        "out_hidden_size": 4096,
+        "intermediate_size": 10944,
+        "image_size": 336,
+    }
+    if small:
+        text |= {"vocab_size": 15104, "hidden_size": 1024, "intermediate_size": 2752, "moe_intermediate_size": 352}
+        vision |= {"depth": 6, "hidden_size": 384, "out_hidden_size": 1024, "intermediate_size": 2736}
+    return {"model_type": "glm4v_moe", "architectures": ["Glm4vMoeForConditionalGeneration"], "dtype": "bfloat16", "text_config": text,
+            "vision_config": vision, "image_token_id": 151363, "video_token_id": 151364, "tie_word_embeddings": False}  # fmt: skip
+
+
+def make_checkpoint(folder: Path, small: bool) -> int:
+    """Write a per-expert, sharded folder of random bf16 bytes (router and its bias fp32), by streaming; its bytes of tensors."""
+    from mm_models.config.family import family_of
+    from mm_models.weights import hffolder
+    from mm_models.weights.boxes import volume
+    from mm_models.weights.model_map import build
+
+    folder.mkdir(parents=True)
+    raw = config(small)
+    (folder / "config.json").write_text(json.dumps(raw, indent=2))
+    family = family_of(raw, "config.json")
+    wmap = build(family.model(raw), family.prefixes)
+    tensors = [(t.name, "F32" if t.hold else "BF16", t.shape) for t in wmap.hf("per_expert").values()]
+    shards, size = [[]], 0
+    for tensor in tensors:
+        if size > (256 << 20 if small else 4 << 30):
+            shards, size = [*shards, []], 0
+        shards[-1].append(tensor)
+        size += volume(tensor[2]) * (4 if tensor[1] == "F32" else 2)
+    random, weight_map, total = np.random.default_rng(0), {}, 0
+    for number, shard in enumerate(shards, 1):
+        name = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
+        header = hffolder.make_header(shard, {"format": "pt"})
+        left = sum(volume(shape) * (4 if dtype == "F32" else 2) for _, dtype, shape in shard)
+        total += left
+        with (folder / name).open("wb", buffering=0) as file:
+            file.write(header)
+            while left:
+                left -= file.write(random.bytes(min(left, BLOCK)))
+            os.fsync(file.fileno())
+        weight_map |= dict.fromkeys((tensor[0] for tensor in shard), name)
+    (folder / hffolder.INDEX).write_text(
+        json.dumps({"metadata": {"total_size": total}, "weight_map": weight_map}, indent=2)
+    )
+    return total
+
+
+# --- what is measured, each in a process of its own -------------------------------------------------------------------
+
+
+def run_copy(source: Path, out: Path) -> dict:
+    """A plain copy of every weight file below `source` into new files, with fsync."""
+    out.mkdir()
+    buffer, done = memoryview(bytearray(BLOCK)), 0
+    for number, file in enumerate(weight_files(source)):
+        reader = os.open(file, os.O_RDONLY)
+        writer = os.open(out / str(number), os.O_WRONLY | os.O_CREAT)
+        offset = 0
+        while got := os.preadv(reader, [buffer], offset):
+            os.pwrite(writer, buffer[:got], offset)
+            offset += got
+        os.fsync(writer)
+        os.close(reader)
+        os.close(writer)
+        done += offset
+    return {"read": done, "written": done}
+
+
+def run_convert(verb: str, source: Path, out: Path, reference: Path, jobs: int | None) -> dict:
+    from mm_models.layout import ParallelLayout
+    from mm_models.weights import verbs
+    from mm_models.weights.manifest import open_checkpoint
+
+    options = verbs.Options(jobs=jobs, say=lambda text: None)
+    if verb == "hf_to_mm":
+        report = verbs.hf_to_mm(source, out, verbs.Target(layout=ParallelLayout(**LAYOUT)), options=options)
+    else:
+        report = verbs.mm_to_hf(open_checkpoint(source), reference, out, options=options)
+    return {"read": report.bytes_read, "written": report.bytes_written}
+
+
+def weight_files(folder: Path) -> list[Path]:
+    return sorted(file for file in folder.rglob("*") if file.suffix in (".safetensors", ".pt"))
+
+
+def child(arguments: list[str]) -> dict:
+    """Run one measurement in a fresh process: wall, CPU, peak RSS, bytes."""
+    start = time.perf_counter()
+    done = subprocess.run([sys.executable, __file__, "--child", *arguments], capture_output=True, text=True)
+    wall = time.perf_counter() - start
+    if done.returncode:
+        raise SystemExit(done.stderr)
+    return json.loads(done.stdout) | {"wall": wall}
+
+
+def measure(verb: str, source: Path, reference: Path, work: Path, pairs: int, jobs: int | None) -> tuple[list, dict]:
+    """`pairs` pairs of (conversion, copy) in alternating order; the last conversion's files stay in `work`/out."""
+    convert = [verb, str(source), str(work / "out"), str(reference), str(jobs or 0)]
+    copy = ["copy", str(source), str(work / "copy")]
+    rows = []
+    for pair in range(pairs):
+        results = {}
+        for what in ("convert", "copy") if pair % 2 == 0 else ("copy", "convert"):
+            for name in ("out", "copy"):
+                shutil.rmtree(work / name, ignore_errors=True)
+            os.sync()
+            results[what] = child(convert if what == "convert" else copy)
+        rows.append((results["convert"], results["copy"]))
+        one, two = rows[-1]
+        print(
+            f"  pair {pair + 1}: wall {one['wall']:7.2f} / {two['wall']:7.2f} s = {one['wall'] / two['wall']:.2f}   "
+            f"CPU {one['cpu']:6.2f} / {two['cpu']:6.2f} s = {one['cpu'] / two['cpu']:.2f}   RSS {one['rss'] / 1e6:.0f} MB",
+            flush=True,
+        )
+    shutil.rmtree(work / "copy", ignore_errors=True)
+    if not (work / "out").exists():
+        child(convert)
+    return rows, rows[-1][0]
+
+
+def judge(verb: str, rows: list, source_bytes: int, target_bytes: int) -> bool:
+    last = rows[-1][0]
+    figures = {
+        "bytes read / source": (last["read"] / source_bytes, BOUNDS["bytes"]),
+        "bytes written / target": (last["written"] / target_bytes, BOUNDS["bytes"]),
+        "wall / copy, median": (statistics.median(a["wall"] / b["wall"] for a, b in rows), BOUNDS["wall"]),
+        "CPU / copy, median": (statistics.median(a["cpu"] / b["cpu"] for a, b in rows), BOUNDS["cpu"]),
+        "peak RSS, MiB": (max(a["rss"] for a, _ in rows) / (1 << 20), BOUNDS["rss"] / (1 << 20)),
+    }
+    good = True
+    for what, (value, bound) in figures.items():
+        good &= value <= bound
+        print(f"  {verb}: {what:24} {value:9.4f}   bound {bound:9.4f}   {'ok' if value <= bound else 'MISSED'}")
+    return good
+
+
+def tensor_bytes(folder: Path) -> int:
+    from mm_models.weights import hffolder
+    from mm_models.weights.manifest import open_checkpoint
+
+    if hffolder.is_hf_folder(folder):
+        return hffolder.open_folder(folder).nbytes
+    return sum(entry.nbytes for entry in open_checkpoint(folder).manifest.tensors)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
+    parser.add_argument("--small", action="store_true", help="a 0.4 GB model")
+    parser.add_argument("--pairs", type=int, default=7)
+    parser.add_argument("--jobs", type=int, default=None)
+    parser.add_argument("--dir", type=Path, default=Path("benchmark-convert"), help="where to work; removed afterwards")
+    parser.add_argument("--keep", action="store_true", help="keep the files")
+    args = parser.parse_args()
+    if args.dir.exists():
+        raise SystemExit(f"{args.dir}: exists already; remove it or give another --dir.")
+    hf, mm = args.dir / "hf", args.dir / "mm"
+    try:
+        size = make_checkpoint(hf, args.small)
+        print(
+            f"checkpoint: {size / 1e9:.2f} GB in {len(weight_files(hf))} files; layout {LAYOUT}; {args.pairs} pairs, convert / copy"
+        )
+        rows, _ = measure("hf_to_mm", hf, hf, args.dir, args.pairs, args.jobs)
+        os.rename(args.dir / "out", mm)
+        good = judge("hf_to_mm", rows, size, tensor_bytes(mm))
+        rows, _ = measure("mm_to_hf", mm, hf, args.dir, args.pairs, args.jobs)
+        # The checkpoint repeats what TP replicates; an export reads one copy of each.
+        good &= judge("mm_to_hf", rows, size, size)
+        same = (
+            subprocess.run(["cmp", *map(str, (weight_files(hf)[0], weight_files(args.dir / "out")[0]))]).returncode == 0
+        )
+        same &= all(
+            open(a, "rb").read(1 << 16) == open(b, "rb").read(1 << 16)
+            for a, b in zip(weight_files(hf), weight_files(args.dir / "out"), strict=True)
+        )
+        print(f"  round trip: {'byte-equal' if same else 'DIFFERS'}")
+        return 0 if good and same else 1
+    finally:
+        if not args.keep:
+            shutil.rmtree(args.dir, ignore_errors=True)
+
+
+if __name__ == "__main__":
+    if sys.argv[1:2] == ["--child"]:
+        what, source, out, *rest = sys.argv[2:]
+        if what == "copy":
+            result = run_copy(Path(source), Path(out))
+        else:
+            result = run_convert(what, Path(source), Path(out), Path(rest[0]), int(rest[1]) or None)
+        usage = resource.getrusage(resource.RUSAGE_SELF)
+        print(json.dumps(result | {"cpu": usage.ru_utime + usage.ru_stime, "rss": usage.ru_maxrss * 1024}))
+    else:
+        sys.exit(main())

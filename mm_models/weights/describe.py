@@ -1,0 +1,97 @@
+"""What a folder is, from names, headers and manifests; no weights are read. The text of `mm-convert inspect`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+
+from mm_models.config.family import family_of
+from mm_models.errors import UserError
+from mm_models.weights import foreign, hffolder, mmfolder, ptfile
+from mm_models.weights.boxes import volume
+from mm_models.weights.dtypes import itemsize
+from mm_models.weights.manifest import EXPERT_LAYOUT, open_checkpoint
+
+
+def describe(path: Path) -> list[str]:
+    """Lines that say the kind of a folder, its layout, prefixes, expert layout, data types and first names."""
+    if hffolder.is_hf_folder(path):
+        return _hugging_face(path)
+    if (path / ".metadata").is_file() or any(path.glob("*/.metadata")):
+        return [f"{path}: a PyTorch distributed checkpoint (DCP); this version neither reads nor writes it"]
+    if foreign.is_foreign(path):
+        return _foreign(path)
+    return _checkpoint(path)
+
+
+def _hugging_face(path: Path) -> list[str]:
+    folder = hffolder.open_folder(path)
+    names = sorted(folder.tensors)
+    lines = [f"{path}: a Hugging Face folder", f"  model_type: {folder.config.get('model_type')}"]
+    try:
+        lines.append(f"  converter: {family_of(folder.config, str(path)).name}")
+    except UserError:
+        lines.append("  converter: none")
+    per_expert, stacked = (any(mark in name for name in names) for mark in (".experts.0.", ".experts.gate_up_proj"))
+    layout = " and ".join(what for what, there in (("per_expert", per_expert), ("stacked_hf", stacked)) if there)
+    lines.append(
+        f"  files: {len(folder.headers)}, index: {'yes' if folder.index is not None else 'no'}, expert layout: {layout or 'no experts'}"
+    )
+    tensors = [(t.dtype, t.nbytes) for t in folder.tensors.values()]
+    return lines + _common(tensors, names, _prefixes(names))
+
+
+def _checkpoint(path: Path) -> list[str]:
+    checkpoint = open_checkpoint(path)
+    manifest = checkpoint.manifest
+    names = sorted({entry.name for entry in manifest.tensors})
+    iteration = "release" if manifest.iteration is None else f"iteration {manifest.iteration}"
+    lines = [f"{checkpoint.folder}: a checkpoint of the Megatron target, {iteration}"]
+    if checkpoint.folder != path:
+        lines.append(f"  complete checkpoints here: {', '.join(mmfolder.iterations(path))}")
+    lines += [
+        f"  layout: {manifest.layout.flags()}, layers {manifest.split.describe()}, expert layout: {EXPERT_LAYOUT}",
+        f"  model: {manifest.model.model_id}, source: {dict(manifest.source)}",
+        f"  files: {len({entry.file for entry in manifest.tensors})}, optimizer state: {'yes' if manifest.optimizer else 'no'}",
+    ]
+    return lines + _common([(entry.dtype, entry.nbytes) for entry in manifest.tensors], names, _prefixes(names))
+
+
+def _foreign(path: Path) -> list[str]:
+    folder = (
+        path
+        if any(path.glob("mp_rank_*"))
+        else next(child for child in sorted(path.iterdir()) if any(child.glob("mp_rank_*")))
+    )
+    ranks = sorted(child.name for child in folder.glob("mp_rank_*"))
+    content, found = ptfile.scan(folder / ranks[0] / mmfolder.MODEL_FILE)
+    names = sorted(str(place[-1]) for place in found)
+    lines = [
+        f"{folder}: rank folders without a manifest (a checkpoint of the field)",
+        f"  ranks: {len(ranks)} ({', '.join(ranks[:8])}{', ...' if len(ranks) > 8 else ''})",
+        f"  keys of {ranks[0]}: {', '.join(map(str, content))}",
+    ]
+    tensors = [(tensor.dtype, volume(tensor.shape) * itemsize(tensor.dtype)) for tensor in found.values()]
+    return lines + _common(tensors, names, _prefixes(names))
+
+
+def _common(tensors: Iterable[tuple[str, int]], names: list[str], prefixes: Mapping[str, int]) -> list[str]:
+    dtypes: dict[str, tuple[int, int]] = {}
+    for dtype, nbytes in tensors:
+        count, total = dtypes.get(dtype, (0, 0))
+        dtypes[dtype] = (count + 1, total + nbytes)
+    shown = ", ".join(f"{dtype} {count} ({total:,} bytes)" for dtype, (count, total) in sorted(dtypes.items()))
+    return [
+        f"  data types: {shown}",
+        f"  prefixes: {', '.join(f'{prefix} ({count})' for prefix, count in prefixes.items())}",
+        f"  {len(names)} names, the first: {', '.join(names[:5])}",
+    ]
+
+
+def _prefixes(names: list[str]) -> dict[str, int]:
+    """The first two components of every name, counted."""
+    counts: dict[str, int] = {}
+    for name in names:
+        prefix = ".".join(name.split(".")[:2])
+        counts[prefix] = counts.get(prefix, 0) + 1
+    return counts
