@@ -135,14 +135,14 @@ class ChatDataset:
         paths = tuple(images.resolve(image, self._base) for image in conversation.images)
         grids = tuple(map(self._grid, paths))
         merge = self._processor.image_processor.merge_size**2
-        encoded = self._template.encode(conversation.turns, [rows_ * columns // merge for _, rows_, columns in grids])
+        features = [time * height * width // merge for time, height, width in grids]
+        encoded = self._template.encode(conversation.turns, features)
         sample = Sample(
             id=conversation.row, ids=array("i", encoded.ids), trained=encoded.trained, images=paths, grids=grids
         )
-        expected = sum(rows_ * columns // merge for _, rows_, columns in grids)
         found = sample.ids.count(self._processor.image_token_id)
-        if found != expected:
-            raise UserError(f"{found} image tokens, the images need {expected}")
+        if found != sum(features):
+            raise UserError(f"{found} image tokens, the images need {sum(features)}")
         if not encoded.answered:
             return sample, "no answer to learn from", encoded.notes
         if len(sample.ids) > cutoff_len:

@@ -130,10 +130,21 @@ def _turns(value: dict[str, Any], attr: Attributes) -> list[Turn]:
             raise UserError(f"{place}: role {role!r}, expected one of {', '.join(map(repr, roles))}")
         if not isinstance(text, str):
             raise UserError(f"{place}: content is {type(text).__name__}, expected text with {IMAGE_MARK} marks")
+        if not _is_unicode(text):
+            raise UserError(f"{place}: half of a surrogate pair in the text; it is no Unicode text, mend the file")
         if VIDEO_MARK in text:
             raise UserError(f"{place}: a {VIDEO_MARK} mark; video is not supported yet, take the row out")
         turns.append(Turn(role=roles[role], text=text))
     return turns
+
+
+def _is_unicode(text: str) -> bool:
+    """JSON can write half of a surrogate pair, which no tokenizer takes."""
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def _images(value: dict[str, Any], attr: Attributes) -> tuple[str, ...]:

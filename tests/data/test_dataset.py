@@ -52,6 +52,7 @@ class TestRows:
         "images not paths": ({**GOOD, "images": [1]}, "'images' is [1], expected a list of paths"),
         "video": ({**GOOD, "videos": ["a.mp4"]}, "1 videos under 'videos'; video is not supported yet"),
         "video mark": (kit.row("<video>a", "b"), "a <video> mark; video is not supported yet"),
+        "no unicode": (kit.row("a\ud800", "b"), "half of a surrogate pair"),
         "open thought": (kit.row("a", "<think>b"), "at most one <think>...</think> block"),
         "address": (kit.row("<image>", "b", images=["http://x/y.png"]), "got a http:// address, expected a path"),
     }
@@ -182,19 +183,32 @@ class TestImages:
         assert images.load_rgb(path).tobytes() == load_image(str(path)).tobytes()
 
 
+@pytest.mark.parametrize(
+    "literal", ["<|image_pad|>", "<|vision_start|>", "<|im_end|>", "<|begin_of_image|>", "<|image|>", "<|user|>"]
+)
+def test_literal_tokens_in_a_row_add_no_image_token_and_move_no_mask(make, processor, tmp_path, literal):
+    """B46: in the question and in the answer, beside a real image."""
+    kit.picture(tmp_path / "x.png")
+    rows = [kit.row(f"<image>what {literal}", f"it is {literal}!", "q", "a", images=["x.png"])]
+    found = make(rows)[0]
+    assert found.ids.count(processor.image_token_id) == 16
+    decoded = [processor.tokenizer.decode(list(found.ids[a:b])) for a, b in found.trained]
+    assert decoded == [f"it is {literal}!<|user|>", "a<|user|>"]
+
+
 class TestLength:
     """B08: a sample is whole or not there."""
 
     def test_every_cutoff(self, make, tmp_path):
         names = [kit.picture(tmp_path / f"{k}.png", seed=k).name for k in range(2)]
-        two = kit.row("<image>first", "one", "<image>second", "two", images=names)
-        full = len(make([two])[0].ids)
+        rows = [kit.row("<image>first", "one", "<image>second", "two", images=names), kit.row("", "x")]
+        full, short = (len(sample.ids) for sample in make(rows))
         for cutoff in range(1, full + 2):
-            found = make([two, kit.row("", "x")], cutoff_len=cutoff) if cutoff >= 12 else None
-            if found is None:
+            if cutoff < short:
+                assert "no sample is left of 2 rows" in refusal(make, *rows, cutoff_len=cutoff)
                 continue
-            kept = [sample.id for sample in found]
-            assert kept == ([0, 1] if cutoff >= full else [1])
+            found = make(rows, cutoff_len=cutoff)
+            assert [sample.id for sample in found] == ([0, 1] if cutoff >= full else [1])
             assert found.report.dropped == ({} if cutoff >= full else {f"longer than cutoff_len {cutoff}": [0]})
 
     def test_nothing_left(self, make):

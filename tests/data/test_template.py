@@ -138,8 +138,8 @@ class TestTrainedRanges:
         assert found == ["ok <|user|> done<|user|>", "a<|user|>"]
 
     def test_literal_tokens_are_noted(self, template):
-        notes = template.encode(kit.turns("what is <|image|>?", "a"), []).notes
-        assert notes == ("text that looks like a template token is kept as text: <|image|>",)
+        notes = template.encode(kit.turns("is <|image|> <think>?", "<think>a</think>b"), []).notes
+        assert notes == ("text that looks like a template token is kept as text: <think> <|image|>",)
 
 
 class TestRefused:

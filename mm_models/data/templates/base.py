@@ -95,7 +95,7 @@ class ChatTemplate:
                 f"{len(image_tokens)} images, {slots} left after the template (an earlier turn's thought is dropped)."
             )
         ids: list[int] = []
-        flags: list[bool] = []
+        flags = bytearray()
         counts = iter(image_tokens)
         for is_text, group in itertools.groupby(rendered.pieces, key=self._is_text):
             if is_text:
@@ -104,7 +104,7 @@ class ChatTemplate:
             for piece in group:
                 repeat = next(counts) if piece.image else 1
                 ids += [self._ids[piece.text]] * repeat
-                flags += [piece.trained] * repeat
+                flags += bytes([piece.trained]) * repeat
         return Encoded(
             ids=tuple(ids),
             trained=_spans(flags),
@@ -127,27 +127,33 @@ class ChatTemplate:
     def _is_text(self, piece: Piece) -> bool:
         return not (piece.image or (piece.token and piece.text in self._ids))
 
-    def _encode_text(self, pieces: Sequence[Piece], ids: list[int], flags: list[bool]) -> None:
+    def _encode_text(self, pieces: Sequence[Piece], ids: list[int], flags: bytearray) -> None:
         """Tokenise neighbouring text as one string, as Hugging Face does between two special tokens.
 
         A token is trained when it touches a trained character: `\\n` before an answer stays untrained unless merged
         into it.
         """
-        marks = [piece.trained for piece in pieces for _ in piece.text]
         encoding = self._plain.encode("".join(piece.text for piece in pieces), add_special_tokens=False)
         clash = self._forbidden.intersection(encoding.ids)
         if clash:
             raise UserError(f"text becomes the template tokens {sorted(clash)} in this tokenizer; reword it.")
         ids += encoding.ids
-        flags += [any(marks[start:end]) for start, end in encoding.offsets]
+        if not any(piece.trained for piece in pieces):
+            flags += bytes(len(encoding.ids))
+            return
+        marks = b"".join(bytes([piece.trained]) * len(piece.text) for piece in pieces)
+        flags += bytes(marks.find(1, start, end) >= 0 for start, end in encoding.offsets)
 
     def _literal_notes(self, turns: Iterable[Turn]) -> tuple[str, ...]:
-        known = set(self.content_tokens())
-        found = [token for token in self._literals if token not in known and any(token in turn.text for turn in turns)]
+        found = [
+            token
+            for token in self._literals
+            if any(token in turn.text and token not in self.content_tokens(turn.role) for turn in turns)
+        ]
         return (f"text that looks like a template token is kept as text: {' '.join(found)}",) if found else ()
 
-    def content_tokens(self) -> tuple[str, ...]:
-        """Tokens the format gives a meaning inside turns."""
+    def content_tokens(self, role: str) -> tuple[str, ...]:
+        """Tokens the format gives a meaning inside turns of `role`."""
         return ()
 
     def _prove(self, processor: Any) -> None:
@@ -195,12 +201,14 @@ def _parts(text: str) -> list[dict[str, str]]:
     return parts
 
 
-def _spans(flags: Sequence[bool]) -> tuple[Span, ...]:
-    spans, start = [], 0
-    for value, group in itertools.groupby(flags):
-        end = start + sum(1 for _ in group)
-        spans += [(start, end)] if value else []
-        start = end
+def _spans(flags: bytearray) -> tuple[Span, ...]:
+    """Half-open ranges of ones."""
+    spans, start = [], flags.find(1)
+    while start >= 0:
+        end = flags.find(0, start)
+        end = end if end >= 0 else len(flags)
+        spans.append((start, end))
+        start = flags.find(1, end)
     return tuple(spans)
 
 

@@ -63,8 +63,8 @@ class Glm4vMoeTemplate(ChatTemplate):
     def image_pieces(self) -> list[Piece]:
         return [_token("<|begin_of_image|>"), Piece(text=self.image_token, image=True), _token("<|end_of_image|>")]
 
-    def content_tokens(self) -> tuple[str, ...]:
-        return ("<think>", "</think>", NO_THINK, *BOXES)
+    def content_tokens(self, role: str) -> tuple[str, ...]:
+        return {"user": (NO_THINK,), "assistant": ("<think>", "</think>", *BOXES)}.get(role, ())
 
     def _question(self, text: str) -> list[Piece]:
         body = text.removesuffix(NO_THINK)
