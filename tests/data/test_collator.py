@@ -107,7 +107,7 @@ def test_an_image_that_changed_since_the_start(folder, processor, template, tmp_
     config = kit.data_config(folder, tmp_path, [kit.row("<image>", "a", images=["x.png"])])
     sample = ChatDataset(config, processor, template)[0]
     kit.picture(path, 112, 56)
-    with pytest.raises(UserError, match="row 0, image .*x.png.*the file has changed"):
+    with pytest.raises(UserError, match=r"row 0, image .*x.png.*the file has changed"):
         collate()([sample])
 
 

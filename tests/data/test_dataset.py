@@ -34,32 +34,33 @@ def refusal(make, *rows, **changes):
     return str(caught.value)
 
 
-class TestRows:
-    BAD = {
-        "not an object": ("text", "got str, expected an object"),
-        "no messages": ({"message": []}, "no key 'messages' (attr.messages), did you mean 'message'"),
-        "empty messages": ({"messages": []}, "'messages' is [], expected a list of messages"),
-        "no content": ({"messages": [{"role": "user", "value": "x"}]}, "messages[0] has no key 'content'"),
-        "unknown role": ({"messages": [{"role": "human", "content": "x"}]}, "role 'human', expected one of 'user'"),
-        "content list": (
-            {"messages": [{"role": "user", "content": [1]}]},
-            "messages[0]: content is list, expected text",
-        ),
-        "no answer": (kit.row("a", "b", "c"), "turns are user, assistant, user; expected"),
-        "two answers": ({"messages": [{"role": "assistant", "content": "x"}] * 2}, "turns are assistant, assistant"),
-        "mark without image": (kit.row("<image>a", "b"), "1 <image> marks in the text, 0 images"),
-        "image without mark": (kit.row("a", "b", images=["x.png"]), "0 <image> marks in the text, 1 images"),
-        "images not paths": ({**GOOD, "images": [1]}, "'images' is [1], expected a list of paths"),
-        "video": ({**GOOD, "videos": ["a.mp4"]}, "1 videos under 'videos'; video is not supported yet"),
-        "video mark": (kit.row("<video>a", "b"), "a <video> mark; video is not supported yet"),
-        "no unicode": (kit.row("a\ud800", "b"), "half of a surrogate pair"),
-        "open thought": (kit.row("a", "<think>b"), "at most one <think>...</think> block"),
-        "address": (kit.row("<image>", "b", images=["http://x/y.png"]), "got a http:// address, expected a path"),
-    }
+BAD = {
+    "not an object": ("text", "got str, expected an object"),
+    "no messages": ({"message": []}, "no key 'messages' (attr.messages), did you mean 'message'"),
+    "empty messages": ({"messages": []}, "'messages' is [], expected a list of messages"),
+    "no content": ({"messages": [{"role": "user", "value": "x"}]}, "messages[0] has no key 'content'"),
+    "unknown role": ({"messages": [{"role": "human", "content": "x"}]}, "role 'human', expected one of 'user'"),
+    "content list": (
+        {"messages": [{"role": "user", "content": [1]}]},
+        "messages[0]: content is list, expected text",
+    ),
+    "no answer": (kit.row("a", "b", "c"), "turns are user, assistant, user; expected"),
+    "two answers": ({"messages": [{"role": "assistant", "content": "x"}] * 2}, "turns are assistant, assistant"),
+    "mark without image": (kit.row("<image>a", "b"), "1 <image> marks in the text, 0 images"),
+    "image without mark": (kit.row("a", "b", images=["x.png"]), "0 <image> marks in the text, 1 images"),
+    "images not paths": ({**GOOD, "images": [1]}, "'images' is [1], expected a list of paths"),
+    "video": ({**GOOD, "videos": ["a.mp4"]}, "1 videos under 'videos'; video is not supported yet"),
+    "video mark": (kit.row("<video>a", "b"), "a <video> mark; video is not supported yet"),
+    "no unicode": (kit.row("a\ud800", "b"), "half of a surrogate pair"),
+    "open thought": (kit.row("a", "<think>b"), "at most one <think>...</think> block"),
+    "address": (kit.row("<image>", "b", images=["http://x/y.png"]), "got a http:// address, expected a path"),
+}
 
+
+class TestRows:
     @pytest.mark.parametrize("case", BAD)
     def test_a_bad_row_is_refused_by_file_and_number(self, make, tmp_path, case):
-        bad, reason = self.BAD[case]
+        bad, reason = BAD[case]
         text = refusal(make, GOOD, GOOD, bad)
         assert f"{tmp_path}/train.json: 1 of 3 rows refused" in text
         assert "row 2: " in text and reason in text
@@ -81,7 +82,7 @@ class TestRows:
         config = kit.data_config(folder, tmp_path, dataset="train.jsonl")
         assert len(ChatDataset(config, processor, template)) == 3
         (tmp_path / "train.jsonl").write_text(json.dumps(GOOD) + "\n{]\n")
-        with pytest.raises(UserError, match="train.jsonl: line 2 is not valid JSON"):
+        with pytest.raises(UserError, match=r"train.jsonl: line 2 is not valid JSON"):
             ChatDataset(config, processor, template)
 
     def test_files_that_are_not_data(self, make, folder, processor, template, tmp_path):
@@ -94,7 +95,7 @@ class TestRows:
             (tmp_path / "train.json").write_text(text)
             with pytest.raises(UserError, match=message):
                 ChatDataset(config, processor, template)
-        with pytest.raises(UserError, match="'absent.json': no such file; looked at .* and .*absent.json"):
+        with pytest.raises(UserError, match=r"'absent.json': no such file; looked at .* and .*absent.json"):
             ChatDataset(kit.data_config(folder, tmp_path, dataset="absent.json"), processor, template)
 
     def test_max_samples_takes_the_first_rows(self, make):

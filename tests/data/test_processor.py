@@ -121,7 +121,7 @@ class TestRefused:
         shutil.copytree(folder, tmp_path / "other")
         path = tmp_path / "other" / "processor_config.json"
         path.write_text(path.read_text().replace("Glm4vProcessor", "Glm4Processor"))
-        with pytest.raises(UserError, match="unknown processor_class 'Glm4Processor'.*did you mean 'Glm4vProcessor'"):
+        with pytest.raises(UserError, match=r"unknown processor_class 'Glm4Processor'.*did you mean 'Glm4vProcessor'"):
             load_processor(tmp_path / "other")
 
     @pytest.mark.parametrize(

@@ -166,7 +166,7 @@ class TestRefused:
         shutil.copytree(folder, tmp_path / "other")
         path = tmp_path / "other" / "chat_template.jinja"
         path.write_text(path.read_text().replace("'<|user|>\\n'", "'<|user|>'"))
-        with pytest.raises(UserError, match="differ at character 20.*the folder has"):
+        with pytest.raises(UserError, match=r"differ at character 20.*the folder has"):
             Glm4vMoeTemplate(load_processor(tmp_path / "other"), name="glm4v_moe")
 
 

@@ -14,7 +14,6 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import json
-import os
 from collections.abc import Iterable, Sequence
 from typing import Any, ClassVar
 
@@ -164,7 +163,8 @@ class ChatTemplate:
             messages = [{"role": turn.role, "content": _parts(turn.text)} for turn in turns]
             theirs = processor.apply_chat_template(messages, tokenize=False, enable_thinking=self.enable_thinking)
             if ours != theirs:
-                at = len(os.path.commonprefix([ours, theirs]))
+                pairs = zip(ours, theirs, strict=False)
+                at = next((at for at, pair in enumerate(pairs) if pair[0] != pair[1]), min(len(ours), len(theirs)))
                 here = slice(max(0, at - 20), at + 20)
                 raise UserError(
                     f"template {self.name!r} and the chat template of {processor.tokenizer.name_or_path!r} differ "
