@@ -73,7 +73,11 @@ def check_source(plan: RunPlan) -> Source | None:
     checkpoint = open_checkpoint(folder, args.ckpt_step)
     live.require_same_layout(checkpoint, plan.layout, plan.split, folder)
     source = Source(folder=folder, checkpoint=checkpoint)
-    if source.resumes and not args.finetune and not args.no_load_optim and not checkpoint.manifest.optimizer:
+    if not source.resumes or args.finetune:
+        return source
+    if checkpoint.manifest.iteration >= args.train_iters:
+        raise UserError(f"{checkpoint.folder}: stands at iteration {checkpoint.manifest.iteration}, and --train-iters is {args.train_iters}: nothing to do. Raise --train-iters.")
+    if not args.no_load_optim and not checkpoint.manifest.optimizer:
         raise UserError(f"{checkpoint.folder}: holds no optimizer state. Start it afresh with --no-load-optim, or take only the weights with --finetune.")
     return source
 

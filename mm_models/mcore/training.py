@@ -14,7 +14,6 @@ from dataclasses import dataclass
 import torch
 
 from mm_models import device as devices
-from mm_models.errors import UserError
 from mm_models.mcore import batches, checkpoint, checkpoint_save, log, optimizer as optim, schedule_lr, session as sessions, start, validation, watch
 from mm_models.mcore.arguments import Arguments
 from mm_models.mcore.entry import StoppedBySignal
@@ -79,8 +78,6 @@ def set_up(session: Session, model_provider: Callable, source: checkpoint.Source
 def run(trainer: Trainer, state: checkpoint.Progress, datasets_provider: Callable, forward_step: Callable, signals: Signals) -> None:
     """Step until `--train-iters`, `--exit-interval` or a signal; the last step is always saved, once."""
     session, args = trainer.session, trainer.session.plan.args
-    if state.iteration >= args.train_iters:
-        raise UserError(f"{args.load} stands at iteration {state.iteration}, and --train-iters is {args.train_iters}: nothing to do. Raise --train-iters.")
     loader = open_loader(trainer, state, datasets_provider)
     checkpoint.restore_rng(session, state)
     journal = log.Journal(

@@ -6,7 +6,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
+import os
 import signal
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +20,7 @@ import torch
 
 from mm_models.config.data import load_data_config
 from mm_models.config.model import load_model_config
+from mm_models.data.collator import NEEDS
 from mm_models.data.loader import build_loader
 from mm_models.mcore.log import read_metrics
 from tests.data.kit import quickstart
@@ -136,15 +140,18 @@ def reference(world: World, *, steps: int = STEPS, micro: int = 1, loss_type: st
 
 @dataclass(frozen=True, kw_only=True)
 class Synthetic:
-    """A datasets provider over `total` samples of the tiny GLM-4.5V; every third sample has no image.
+    """A datasets provider over `total` samples of the tiny GLM-4.5V, shuffled, or over `order` as it stands.
 
-    `unlabelled` ids have no label. `record` is a folder each rank writes its sample ids into. `poison` = (step, rank) puts a
-    NaN into the pixels or hidden input of that step.
+    Every third sample has no image. `unlabelled` ids have no label. `record` is a folder each rank writes its sample ids into.
+    `poison` = (step, rank): that rank's pixels hold a NaN in that step. `terminate` = (step, rank): that rank gets SIGTERM then.
     """
 
     total: int = 23
+    order: tuple[int, ...] | None = None
     unlabelled: frozenset[int] = frozenset()
     record: str | None = None
+    poison: tuple[int, int] | None = None
+    terminate: tuple[int, int] | None = None
 
     def __call__(self, samples, *, consumed_samples: int, needs: frozenset[str]):
         return self._stream(consumed_samples, needs), None, None
@@ -155,28 +162,41 @@ class Synthetic:
 
         session = current()
         sampler = BaseRandomBatchSampler(
-            self.total,
+            len(self.order) if self.order else self.total,
             micro_batch_size=session.plan.args.micro_batch_size,
             global_batch_size=session.plan.global_batch_size,
             dp_rank=session.coords.dp,
             dp_size=session.layout.dp,
             seed=session.plan.args.seed,
             consumed_samples=consumed,
+            shuffle=self.order is None,
         )
-        for ids in sampler:
+        for places in sampler:
+            here = session.position.step, session.rank
+            ids = [self.order[place] for place in places] if self.order else places
             if self.record:
                 with open(f"{self.record}/rank{session.rank}.txt", "a") as file:
                     file.write(f"{session.position.step} {' '.join(map(str, ids))}\n")
-            yield self.micro_batch(ids, needs)
+            if here == self.terminate:
+                os.kill(os.getpid(), signal.SIGTERM)
+            made = self.micro_batch(ids, needs)
+            if here == self.poison and "pixel_values" in made:
+                made["pixel_values"][0, 0] = float("nan")
+            yield made
 
-    def micro_batch(self, ids: list[int], needs: frozenset[str] = frozenset({"pixels", "labels", "grid"})) -> dict[str, Any]:
+    def micro_batch(self, ids: list[int], needs: frozenset[str] = NEEDS) -> dict[str, Any]:
+        """Each sample is a function of its id; all have the same length."""
         from tests.mcore.batches import batch
 
-        assert len(ids) == 1, "one sample a micro-batch"
-        (id,) = ids
-        made = batch(id, images=[[] if id % 3 == 0 else [(4, 4)]], unlabelled=id in self.unlabelled) | {"sample_ids": ids}
-        left_out = {"pixels": "pixel_values", "labels": "labels", "grid": "image_grid_thw"}
-        return {key: value for key, value in made.items() if key not in {left_out[need] for need in left_out.keys() - needs}}
+        samples = [batch(id, images=[[] if id % 3 == 0 else [(4, 4)]], unlabelled=id in self.unlabelled) for id in ids]
+        made: dict[str, Any] = {"sample_ids": list(ids)}
+        for key in ("input_ids", "labels", "attention_mask", "image_grid_thw", "pixel_values"):
+            parts = [sample[key] for sample in samples if key in sample]
+            if parts:
+                made[key] = torch.cat(parts)
+        made["position_ids"] = torch.cat([sample["position_ids"] for sample in samples], dim=1)
+        dropped = {"pixels": "pixel_values", "labels": "labels", "grid": "image_grid_thw"}
+        return {key: value for key, value in made.items() if key not in {dropped[need] for need in dropped.keys() - needs}}
 
 
 def tiny_files(folder: Path, **sections: dict[str, Any]) -> list[str]:
@@ -200,16 +220,31 @@ def tiny_flags(folder: Path, *extra: str, steps: int = STEPS, batch: int = BATCH
     return [*tiny_files(folder, **sections), *flags, "--distributed-timeout-minutes", "1", *extra]
 
 
-def train_synthetic(rank: int, argv: list[str], provider: Synthetic) -> None:
-    """A run over synthetic samples in this process, with the entry script's other callbacks."""
+def train_synthetic(rank: int, argv: list[str], provider: Synthetic) -> str | None:
+    """A run over synthetic samples in this process, with the entry script's other callbacks. A stop by signal is returned as text."""
     import pretrain_vlm as entry
     from mm_models.mcore.arguments import parse
+    from mm_models.mcore.entry import StoppedBySignal
     from mm_models.mcore.training import pretrain
 
-    pretrain(provider, entry.model_provider, entry.forward_step, parse(argv))
+    try:
+        pretrain(provider, entry.model_provider, entry.forward_step, parse(argv))
+    except StoppedBySignal as stop:
+        return str(stop)
 
 
 def launch_synthetic(nprocs: int, argv: list[str], metrics: Path, provider: Synthetic | None = None, *, timeout: float = 60) -> list[dict]:
     """`train_synthetic` on `nprocs` processes; one record an iteration."""
     run(train_synthetic, nprocs, [*argv, "--log-metrics", str(metrics)], provider or Synthetic(), timeout=timeout)
     return read_metrics(metrics)
+
+
+def _listen(rank: int, argv: list[str], provider: Synthetic) -> str:
+    with contextlib.redirect_stdout(io.StringIO()) as said:
+        train_synthetic(rank, argv, provider)
+    return said.getvalue()
+
+
+def printed(nprocs: int, argv: list[str], provider: Synthetic | None = None, *, timeout: float = 60) -> list[str]:
+    """What each rank of a run prints."""
+    return run(_listen, nprocs, argv, provider or Synthetic(), timeout=timeout)
