@@ -21,9 +21,14 @@ from tests.models import tiny_glm_model
 QUIET = verbs.Options(say=lambda text: None)
 
 
-@cache
 def model_of(seed: int = 0, dtype: torch.dtype = torch.bfloat16, **overrides):
-    return tiny_glm_model(seed, dtype, **overrides)
+    """A tiny model, made once per set of arguments."""
+    return _model_of(seed, dtype, json.dumps(overrides))
+
+
+@cache
+def _model_of(seed: int, dtype: torch.dtype, overrides: str):
+    return tiny_glm_model(seed, dtype, **json.loads(overrides))
 
 
 def hf_folder(
