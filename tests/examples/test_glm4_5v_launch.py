@@ -1,0 +1,241 @@
+"""The shipped launch scripts, run small: one node of two CPU processes, the quickstart's model, from another folder, spaces in paths.
+
+A failure of any kind ends with a status other than 0 and without the closing lines, so that nothing after it in a chain runs.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.data import kit
+
+ROOT = Path(__file__).parents[2]
+EXAMPLE = ROOT / "examples" / "glm4.5v"
+CLOSING = ("Elapsed Time Per iteration (ms): ", "Average Samples per Second: ")
+SMALL = {
+    "NNODES": "1",
+    "NPUS_PER_NODE": "2",
+    "TP": "1",
+    "PP": "2",
+    "EP": "1",
+    "ETP": "1",
+    "MBS": "1",
+    "GRAD_ACC_STEP": "2",
+    "TRAIN_ITERS": "3",
+}
+PASSED_ON = ("PATH", "HOME", "LANG", "VIRTUAL_ENV", "PYTHONPATH", "TMPDIR", "LD_LIBRARY_PATH")
+
+FIELD_STEP_TIME = """grep "elapsed time per iteration" "$1" | awk -F 'elapsed time per iteration [(]ms[)]:' '{print$2}' | awk -F '|' '{print$1}' |
+head -n 200 | tail -n 100 | awk '{sum+=$1} END {if (NR != 0) printf("%.1f",sum/NR)}'"""
+FIELD_GBS = """grep "global batch size" "$1" | awk -F 'global batch size:' '{print$2}' | awk -F '|' '{print$1}' | head -n 1 | awk '{print $1}'"""
+"""How the field's scripts read a log."""
+
+DYING = """
+import os
+from mm_models.mcore import training
+
+def one_iteration(trainer, state, *args, original=training.one_iteration, **kwargs):
+    if trainer.session.rank == 1 and state.iteration == 1:
+        os._exit(3)
+    return original(trainer, state, *args, **kwargs)
+
+training.one_iteration = one_iteration
+"""
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory) -> Path:
+    """A folder with spaces: `h f` (bf16), `da ta/data.json`, `model.json`, and `m m`, converted by the shipped script."""
+    folder = tmp_path_factory.mktemp("a place") / "with spaces"
+    folder.mkdir()
+    checkpoint, data = kit.quickstart("make_checkpoint"), kit.quickstart("make_data")
+    checkpoint.write_checkpoint(folder / "h f", dtype=checkpoint.DTYPES["bf16"])
+    data.write_data(folder / "da ta", folder / "h f")
+    mm_models(folder, "init", "--hf", "h f", "--pp", "2", "-o", "model.json")
+    done = script(
+        folder,
+        "convert_glm4_5v.sh",
+        HF_DIR="h f",
+        MM_DIR="m m",
+        MODEL_JSON="model.json",
+        TP="1",
+        PP="2",
+        EP="1",
+        ETP="1",
+    )
+    assert done.returncode == 0, done.stderr
+    return folder
+
+
+def mm_models(folder: Path, *arguments: str) -> None:
+    subprocess.run(
+        [sys.executable, "-m", "mm_models.cli.models", *arguments], cwd=folder, check=True, capture_output=True
+    )
+
+
+def environment(variables: dict[str, str]) -> dict[str, str]:
+    """The variables alone: nothing of a launcher around the tests comes through."""
+    kept = {name: os.environ[name] for name in PASSED_ON if name in os.environ}
+    kept["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{kept['PATH']}"
+    return kept | {"OMP_NUM_THREADS": "1"} | variables
+
+
+def script(
+    folder: Path, name: str, *arguments: str, timeout: float = 280, **variables: str
+) -> subprocess.CompletedProcess:
+    return subprocess.run(
+        ["bash", EXAMPLE / name, *arguments],
+        cwd=folder,
+        env=environment(variables),
+        capture_output=True,
+        text=True,
+        timeout=timeout,
+    )
+
+
+def files(place: Path, save: Path) -> dict[str, str]:
+    return {
+        "MODEL_JSON": str(place / "model.json"),
+        "DATA_JSON": str(place / "da ta" / "data.json"),
+        "LOAD": str(place / "m m"),
+        "SAVE": str(save),
+    }
+
+
+def train(place: Path, cwd: Path, *arguments: str, **variables: str) -> subprocess.CompletedProcess:
+    return script(cwd, "finetune_glm4_5v_106B.sh", *arguments, **(SMALL | files(place, cwd / "sa ve") | variables))
+
+
+def refused(done: subprocess.CompletedProcess, *texts: str) -> None:
+    assert done.returncode != 0
+    assert not any(line in done.stdout for line in (*CLOSING, "training ended")), done.stdout
+    for text in texts:
+        assert text in done.stderr + done.stdout, done.stderr
+
+
+def shell(command: str, path: Path) -> str:
+    return subprocess.run(["bash", "-c", command, "bash", path], check=True, capture_output=True, text=True).stdout
+
+
+def test_a_short_run_succeeds_with_the_fields_closing_lines(place, tmp_path):
+    done = train(place, tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    (log,) = (tmp_path / "logs").iterdir()
+    assert re.fullmatch(r"train_\d{8}_\d{6}\.log", log.name)
+    lines = log.read_text().splitlines()
+    assert [line[: line.index(":") + 2] for line in lines[-2:]] == list(CLOSING)
+    step_time, rate = (float(line.split(": ")[1]) for line in lines[-2:])
+    assert step_time == float(shell(FIELD_STEP_TIME, log)) > 0
+    assert shell(FIELD_GBS, log).strip() == "2"  # MBS 1 x GRAD_ACC_STEP 2 x DP 1
+    assert rate == pytest.approx(2 * 1000 / step_time, abs=1e-3)
+    assert lines[-2:] == done.stdout.splitlines()[-2:]
+    assert (tmp_path / "sa ve" / "latest_checkpointed_iteration.txt").read_text() == "3"
+
+
+def test_the_figure_of_a_long_run_is_the_fields(tmp_path):
+    """The script's awk over a log of 10,000 lines: the mean of lines 101 to 200, with no pipe to break."""
+    text = (EXAMPLE / "finetune_glm4_5v_106B.sh").read_text()
+    program = re.search(r"^STEP_TIME=\$\((.*?)^' \"\$LOG\"\)$", text, re.M | re.S).group(1) + '\' "$1"'
+    for count in (1, 3, 150, 10_000):
+        log = tmp_path / f"{count}.log"
+        log.write_text(
+            "".join(
+                f" iteration {i} | elapsed time per iteration (ms): {i * 1.5:.1f} | x: 1 |\n"
+                for i in range(1, count + 1)
+            )
+        )
+        assert shell(program, log) == shell(FIELD_STEP_TIME, log)
+    assert shell(program, tmp_path / "10000.log") == "225.8"
+
+
+@pytest.mark.parametrize(
+    ("variables", "texts"),
+    [
+        ({"NNODES": "2"}, ("MASTER_ADDR", "address of node 0")),
+        ({"NNODES": "2", "MASTER_ADDR": "10.0.0.1"}, ("NODE_RANK", "0 to 1")),
+        ({"NNODES": "2", "MASTER_ADDR": "10.0.0.1", "NODE_RANK": "2"}, ("NODE_RANK is '2'",)),
+        ({"NPUS_PER_NODE": "3"}, ("3 processes do not divide by TP x PP = 1 x 2",)),
+        ({"GRAD_ACC_STEP": "0"}, ("GRAD_ACC_STEP is '0'",)),
+        ({"ASCEND_HOME": "/no/such/cann"}, ("/no/such/cann/set_env.sh",)),
+    ],
+)
+def test_a_wrong_or_missing_variable_is_refused_at_once(place, tmp_path, variables, texts):
+    refused(train(place, tmp_path, **variables), *texts)
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("variables", "texts"),
+    [
+        ({"DATA_JSON": "no such data.json"}, ("no such data.json",)),
+        ({"PP": "1", "TP": "2"}, ("pipeline_num_layers", "length 2")),  # model.json is for PP 2
+        ({"LOAD": "no such folder"}, ("no such folder",)),
+    ],
+)
+def test_files_that_do_not_fit_are_refused_before_any_process_starts(place, tmp_path, variables, texts):
+    refused(train(place, tmp_path, **variables), *texts)
+    assert not (tmp_path / "logs").exists()
+
+
+@pytest.mark.slow
+def test_a_bad_data_path_inside_data_json_fails(place, tmp_path):
+    value = json.loads((place / "da ta" / "data.json").read_text())
+    value["dataset_param"]["basic_parameters"]["dataset"] = "not there.json"
+    (tmp_path / "data.json").write_text(json.dumps(value))
+    refused(train(place, tmp_path, DATA_JSON="data.json"), "not there.json")
+
+
+@pytest.mark.slow
+def test_a_worker_that_dies_fails_the_script(place, tmp_path):
+    (tmp_path / "dying.py").write_text(DYING)
+    done = train(place, tmp_path, "--plugin", str(tmp_path / "dying.py"))
+    refused(done, "exitcode  : 3", "error: training failed with status")
+
+
+@pytest.mark.slow
+def test_sigterm_stops_the_training_and_fails_the_script(place, tmp_path):
+    """The signal reaches the workers, which save; no process stays behind."""
+    command = ["bash", EXAMPLE / "finetune_glm4_5v_106B.sh"]
+    variables = SMALL | files(place, tmp_path / "sa ve") | {"TRAIN_ITERS": "100000"}
+    with (tmp_path / "out").open("w") as out:
+        process = subprocess.Popen(command, cwd=tmp_path, env=environment(variables), stdout=out, stderr=out)
+        try:
+            wait_for(lambda: "iteration        2/" in (tmp_path / "out").read_text(), process, 200)
+            process.send_signal(signal.SIGTERM)
+            assert process.wait(timeout=80) != 0
+        finally:
+            process.kill()
+    text = (tmp_path / "out").read_text()
+    assert not any(line in text for line in CLOSING)
+    assert (tmp_path / "sa ve" / "latest_checkpointed_iteration.txt").exists(), text[-3000:]
+    assert not running(str(tmp_path)), "processes stayed behind"
+
+
+def wait_for(condition, process: subprocess.Popen, seconds: float) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert process.poll() is None, "ended early"
+        assert time.monotonic() < deadline, "waited in vain"
+        time.sleep(0.3)
+
+
+def running(marker: str) -> list[str]:
+    """Command lines of processes that hold `marker`."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        try:
+            text = path.read_bytes().replace(b"\0", b" ").decode(errors="replace")
+        except OSError:
+            continue
+        if marker in text and int(path.parent.name) != os.getpid():
+            found.append(text)
+    return found
