@@ -34,9 +34,11 @@ SMALL = {
 }
 PASSED_ON = ("PATH", "HOME", "LANG", "VIRTUAL_ENV", "PYTHONPATH", "TMPDIR", "LD_LIBRARY_PATH")
 
-FIELD_STEP_TIME = """grep "elapsed time per iteration" "$1" | awk -F 'elapsed time per iteration [(]ms[)]:' '{print$2}' | awk -F '|' '{print$1}' |
+FIELD_STEP_TIME = """grep "elapsed time per iteration" "$1" |
+awk -F 'elapsed time per iteration [(]ms[)]:' '{print$2}' | awk -F '|' '{print$1}' |
 head -n 200 | tail -n 100 | awk '{sum+=$1} END {if (NR != 0) printf("%.1f",sum/NR)}'"""
-FIELD_GBS = """grep "global batch size" "$1" | awk -F 'global batch size:' '{print$2}' | awk -F '|' '{print$1}' | head -n 1 | awk '{print $1}'"""
+FIELD_GBS = """grep "global batch size" "$1" |
+awk -F 'global batch size:' '{print$2}' | awk -F '|' '{print$1}' | head -n 1 | awk '{print $1}'"""
 """How the field's scripts read a log."""
 
 DYING = """
