@@ -20,6 +20,8 @@ def model_config(config, **extra) -> ModelConfig:
     data = {
         "model_id": "glm4v_moe",
         "img_context_token_id": config.image_token_id,
+        "video_token_id": config.video_token_id,
+        "vision_start_token_id": config.image_start_token_id,
         "image_encoder": {
             "vision_encoder": {
                 "model_id": "glm4v_vit",
