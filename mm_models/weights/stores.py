@@ -199,8 +199,9 @@ def moment_placements(local: LocalTensor, part: str, stored: tuple[int, int]) ->
 
 
 def optimizer_store(checkpoint: Checkpoint, wmap: WeightMap, *, verify: bool = True) -> list[Fragment]:
-    """Every moment of a checkpoint as a fragment of the global moment."""
-    manifest, fragments = checkpoint.manifest, []
+    """Every moment of a checkpoint as a fragment of the global moment. A tied weight's second copy is stepped like the
+    first, but may be cut elsewhere over its data-parallel ranks: the first copy's state is taken."""
+    manifest, fragments, names = checkpoint.manifest, [], {moment.name for moment in checkpoint.manifest.optimizer}
     locals_ = {
         (shard.folder, name): local
         for shard in shards(wmap, manifest.layout, manifest.split, repeated=checkpoint.repeated)
@@ -215,7 +216,7 @@ def optimizer_store(checkpoint: Checkpoint, wmap: WeightMap, *, verify: bool = T
                 f"{checkpoint.folder / moment.file}: optimizer state of {moment.name}.{moment.part} {moment.shape}, expected {expected}."
             )
         start, stop = moment.range
-        if start == stop:
+        if start == stop or locals_[key].tensor.canonical in names - {moment.name}:
             continue
         fragments.append(
             Fragment(
