@@ -13,6 +13,7 @@ from mm_models.mcore.arguments import Arguments
 from mm_models.mcore.layers import Recompute
 from mm_models.mcore.session import Session
 from mm_models.mcore.validation import RunPlan
+from mm_models.weights import model_map
 
 EMBEDDING, HEAD = "text_decoder.embedding.word_embeddings.weight", "text_decoder.output_layer.weight"
 
@@ -102,6 +103,12 @@ def _experts(session: Session) -> str:
         return "-"
     count = text.num_moe_experts // session.layout.ep
     return f"{session.coords.ep * count}-{(session.coords.ep + 1) * count - 1}"
+
+
+def check_freeze(plan: RunPlan) -> None:
+    """Refuse a freeze pattern that matches nothing in the whole model."""
+    names = [name for name, tensor in model_map.build(plan.model).tensors.items() if tensor.kind == "param"]
+    assembly.check_freeze_patterns(plan.model, names)
 
 
 def _freeze_lines(plan: RunPlan, frozen: set[str]) -> list[str]:

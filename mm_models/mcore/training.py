@@ -40,6 +40,7 @@ def pretrain(datasets_provider: Callable, model_provider: Callable, forward_step
     """Train as `args` say. Raises `UserError` for the user's mistakes and `StoppedBySignal` after a clean stop."""
     load_plugins(args.plugin)
     plan = validation.plan(args, sessions.world_size(), device=devices.device_type())
+    start.check_freeze(plan)
     source = checkpoint.check_source(plan)
     if args.check:
         log.say(sessions.launcher_rank(), *start.plan_lines(plan), "check passed: flags, model.json, data.json, layout and --load fit together.")

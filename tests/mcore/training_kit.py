@@ -65,11 +65,11 @@ class World:
         path.write_text(json.dumps(value))
         return path
 
-    def flags(self, *extra: str, steps: int = STEPS, model: Path | None = None, data: Path | None = None, start: str | None = "hf", micro: int = 1) -> list[str]:
+    def flags(self, *extra: str, steps: int = STEPS, model: Path | None = None, data: Path | None = None, start: str | None = "hf", micro: int = 1, rate: float = RATE) -> list[str]:
         """The flags of a run; `start` is a folder, "hf" for the checkpoint, None for none (give --from-scratch)."""
         flags = ["--mm-model", str(model or self.model()), "--mm-data", str(data or self.folder / "data" / "data.json")]
         flags += ["--micro-batch-size", str(micro), "--global-batch-size", str(BATCH), "--train-iters", str(steps)]
-        flags += ["--lr", str(RATE), "--weight-decay", str(DECAY), "--clip-grad", str(CLIP), "--distributed-timeout-minutes", "1"]
+        flags += ["--lr", str(rate), "--weight-decay", str(DECAY), "--clip-grad", str(CLIP), "--distributed-timeout-minutes", "1"]
         flags += ["--load", str(self.hf if start == "hf" else start)] if start else []
         return [*flags, *extra]
 
@@ -98,7 +98,7 @@ def launch(nprocs: int, argv: list[str], metrics: Path, *, timeout: float = 90) 
     return read_metrics(metrics)
 
 
-def reference_case(rank: int, model: str, data: str, hf: str, steps: int, micro: int, loss_type: str) -> dict[str, Any]:
+def reference_case(rank: int, model: str, data: str, hf: str, steps: int, micro: int, loss_type: str, rate: float) -> dict[str, Any]:
     """Plain Hugging Face training: losses, norms and final weights. A parameter without a gradient is stepped with zeros."""
     from transformers import Glm4vMoeForConditionalGeneration
 
@@ -108,11 +108,11 @@ def reference_case(rank: int, model: str, data: str, hf: str, steps: int, micro:
     batches = iter(build_loader(load_data_config(data), model_config=load_model_config(model), micro_batch_size=micro, global_batch_size=BATCH))
     decayed = [p for n, p in network.named_parameters() if p.ndim > 1]
     vectors = [p for n, p in network.named_parameters() if p.ndim == 1]
-    adam = torch.optim.AdamW([{"params": decayed, "weight_decay": DECAY}, {"params": vectors, "weight_decay": 0.0}], lr=RATE)
+    adam = torch.optim.AdamW([{"params": decayed, "weight_decay": DECAY}, {"params": vectors, "weight_decay": 0.0}], lr=rate)
     records = []
     for step in range(steps):
         for group in adam.param_groups:
-            group["lr"] = RATE * (1 - step / steps)
+            group["lr"] = rate * (1 - step / steps)
         window = [next(batches) for _ in range(BATCH // micro)]
         counts = [int((b["labels"][:, 1:] != -100).sum()) for b in window]
         for parameter in network.parameters():
@@ -129,9 +129,9 @@ def reference_case(rank: int, model: str, data: str, hf: str, steps: int, micro:
     return {"records": records, "weights": {name: p.detach() for name, p in network.named_parameters()}}
 
 
-def reference(world: World, *, steps: int = STEPS, micro: int = 1, loss_type: str = "default") -> dict[str, Any]:
+def reference(world: World, *, steps: int = STEPS, micro: int = 1, loss_type: str = "default", rate: float = RATE) -> dict[str, Any]:
     data = world.folder / "data" / "data.json"
-    (result,) = run(reference_case, 1, str(world.model()), str(data), str(world.hf), steps, micro, loss_type, timeout=90)
+    (result,) = run(reference_case, 1, str(world.model()), str(data), str(world.hf), steps, micro, loss_type, rate, timeout=90)
     return result
 
 
