@@ -79,7 +79,8 @@ class Demo:
     # --- steps ----------------------------------------------------------------------------------------------------
 
     def prepare(self) -> None:
-        shutil.rmtree(self.work, ignore_errors=True)
+        if self.work.exists():
+            shutil.rmtree(self.work)
         self.work.mkdir(parents=True)
         here = Path(__file__).parent
         command(sys.executable, here / "make_checkpoint.py", "--out", self.hf)

@@ -12,7 +12,6 @@ from __future__ import annotations
 import argparse
 import hashlib
 import json
-import shutil
 from pathlib import Path
 
 import torch
@@ -48,7 +47,7 @@ VIDEO_PROCESSOR = {
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
     parser.add_argument(
-        "--out", type=Path, default=Path("build/quickstart/hf"), help="folder to write; replaced if it exists"
+        "--out", type=Path, default=Path("build/quickstart/hf"), help="folder to write; must be new or empty"
     )
     parser.add_argument("--dtype", choices=DTYPES, default="fp32")
     parser.add_argument("--seed", type=int, default=1234)
@@ -58,8 +57,9 @@ def main() -> None:
 
 
 def write_checkpoint(out: Path, *, dtype: torch.dtype = torch.float32, seed: int = 1234) -> None:
-    """Model, generation config, tokenizer, image processor and chat template into `out`."""
-    shutil.rmtree(out, ignore_errors=True)
+    """Model, generation config, tokenizer, image processor and chat template into `out`, which must not hold anything yet."""
+    if out.exists() and any(out.iterdir()):
+        raise SystemExit(f"{out} exists and is not empty. Remove it, or give another --out.")
     tokenizer = make_tokenizer()
     model = make_model(tokenizer, dtype, seed)
     model.save_pretrained(out, max_shard_size="1MB")

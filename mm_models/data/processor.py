@@ -17,6 +17,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+from mm_models import versions
 from mm_models.errors import UserError, unknown_name
 
 CONFIG_FILES = ("processor_config.json", "preprocessor_config.json", "tokenizer_config.json")
@@ -51,6 +52,7 @@ def load_processor(
 
     The bounds, where given, replace the folder's own and are saved with the processor by `save_pretrained`.
     """
+    versions.check("transformers")
     from transformers import AutoTokenizer
 
     folder = Path(folder)

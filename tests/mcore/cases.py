@@ -20,7 +20,7 @@ def assemble(hf, *, dtype: torch.dtype = torch.float32, split: dict | None = Non
     stages = model.split(layout, **(split or {}))
     init_parallel(layout, stages, timeout_minutes=1)
     chunks = build_chunks(model, layout, stages, dtype=dtype)
-    whole = megatron_tensors(hf.state_dict(), model)
+    whole = megatron_tensors(hf.state_dict(), model_config(hf.config))
     fill(named_tensors(chunks), whole, layout.coords(dist.get_rank()), layout)
     return chunks, model, layout
 
