@@ -1,0 +1,115 @@
+"""The commands of the documentation are commands: they run, in order, in a copy of the checkout; none hides from that.
+
+A ```bash block runs, unless the line above says `<!-- not run: reason -->`. README.md comes first; the other pages build
+on the folders it makes.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.docs.markdown import ROOT, blocks, commands, pages, tracked
+
+EXPECTED = {
+    "README.md": (8, 5),
+    "docs/weights.md": (3, 0),
+    "docs/equivalence.md": (1, 2),
+    "examples/quickstart/README.md": (1, 0),
+    "examples/glm4.5v/README.md": (0, 9),
+    "CONTRIBUTING.md": (0, 2),
+}
+"""Page -> blocks that run, blocks that do not. Every page with a bash block is here, so a block that stops running shows."""
+
+
+PROGRAMS = {
+    "make",
+    "python",
+    "mm-convert",
+    "mm-models",
+    "torchrun",
+    "hf",
+    "modelscope",
+    "pip",
+    "bash",
+    "export",
+    ".",
+    ".ci/run",
+}
+
+
+def test_no_block_hides():
+    found = {}
+    for page in pages():
+        shells = [block for block in blocks(page) if block.kind in ("bash", "console", "sh", "shell")]
+        if shells:
+            found[str(page.relative_to(ROOT))] = (sum(b.runs for b in shells), sum(not b.runs for b in shells))
+    assert {page: counts for page, counts in found.items() if not page.endswith(".zh.md")} == EXPECTED
+
+
+@pytest.mark.parametrize("folder", [".", "examples/glm4.5v"])
+def test_the_chinese_page_has_the_same_blocks(folder):
+    pair = [ROOT / folder / name for name in ("README.md", "README.zh.md")]
+    english, chinese = ([(block.kind, block.text, block.runs) for block in blocks(page)] for page in pair)
+    assert english == chinese
+
+
+@pytest.mark.timeout(900)
+def test_the_commands_run(tmp_path):
+    copy = tmp_path / "copy"
+    for path in tracked():
+        target = copy / path.relative_to(ROOT)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy2(path, target)
+    environment = {
+        name: value
+        for name, value in os.environ.items()
+        if name not in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR")
+    }
+    environment |= {
+        "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
+        "OMP_NUM_THREADS": "1",
+        "PYTHONWARNINGS": "ignore",
+    }
+    environment["PYTHONPATH"] = str(copy)
+    for page in EXPECTED:
+        for block in blocks(ROOT / page):
+            if not block.runs:
+                continue
+            done = subprocess.run(
+                ["bash", "-euo", "pipefail", "-c", block.text],
+                cwd=copy,
+                env=environment,
+                capture_output=True,
+                text=True,
+                timeout=400,
+            )
+            assert done.returncode == 0, f"{block}\n{block.text}\n{done.stdout[-3000:]}\n{done.stderr[-3000:]}"
+    made = copy / "build" / "quickstart"
+    assert [(made / run / "latest_checkpointed_iteration.txt").read_text() for run in ("run", "run_tp2")] == ["8", "12"]
+    _loads(made / "hf_trained")
+
+
+def _loads(folder: Path) -> None:
+    """The export is a whole model and a different one from the start."""
+    from transformers import AutoTokenizer, Glm4vMoeForConditionalGeneration
+
+    model, report = Glm4vMoeForConditionalGeneration.from_pretrained(folder, output_loading_info=True)
+    assert not any(report[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys"))
+    start = Glm4vMoeForConditionalGeneration.from_pretrained(folder.parent / "hf")
+    assert not model.lm_head.weight.equal(start.lm_head.weight)
+    assert AutoTokenizer.from_pretrained(folder).chat_template
+
+
+def test_every_command_is_known():
+    """A page's commands call programs that are there, also those that are not run here."""
+    for page in pages():
+        for block in blocks(page):
+            if block.kind in ("bash", "console"):
+                for words in commands(block):
+                    assert words[0] in PROGRAMS, f"{block}: {words}"
