@@ -7,15 +7,15 @@ token's experts in top-k order -> cast. The shared expert is added by the caller
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 
 from mm_models.components.exchange import Exchange, gather_rows, reduce_rows
-from mm_models.ops.reference import grouped_matmul, grouped_matmul_loop, swiglu
-
-EXPERT_PATHS = {"grouped": grouped_matmul, "loop": grouped_matmul_loop}
+from mm_models.ops.reference import grouped_matmul, swiglu
 
 
 class Router(nn.Module):
@@ -55,19 +55,22 @@ class Router(nn.Module):
 class Experts(nn.Module):
     """Stacked experts of one rank: `gate_up_proj` (E, 2I, H) as [gate; up], `down_proj` (E, H, I), Hugging Face's own layout.
 
-    `path` is "grouped" (one grouped matrix product) or "loop" (one product an expert, the reference).
+    `matmul` is a grouped matrix product, or the loop of products it is tested against (`ops.reference`).
     """
 
-    def __init__(self, *, experts: int, hidden: int, intermediate: int, path: str = "grouped", dtype: torch.dtype | None = None):
+    def __init__(
+        self, *, experts: int, hidden: int, intermediate: int, matmul: Callable = grouped_matmul, activation: Callable = swiglu,
+        dtype: torch.dtype | None = None,
+    ):
         super().__init__()
         self.gate_up_proj = nn.Parameter(torch.empty(experts, 2 * intermediate, hidden, dtype=dtype))
         self.down_proj = nn.Parameter(torch.empty(experts, hidden, intermediate, dtype=dtype))
-        self.matmul = EXPERT_PATHS[path]
+        self.matmul, self.activation = matmul, activation
 
     def forward(self, rows: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
         """(M, H) sorted by expert with `counts` (E,) rows each -> (M, H)."""
         offsets = counts.cumsum(0).to(torch.int32)
-        return self.matmul(swiglu(self.matmul(rows, self.gate_up_proj, offsets)), self.down_proj, offsets)
+        return self.matmul(self.activation(self.matmul(rows, self.gate_up_proj, offsets)), self.down_proj, offsets)
 
 
 def routed_experts(

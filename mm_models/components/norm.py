@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import nn
 
@@ -14,10 +16,10 @@ class RMSNorm(nn.Module):
     Not `torch.nn.RMSNorm`, which multiplies by the weight in fp32 and rounds once: a quarter of bf16 values would differ.
     """
 
-    def __init__(self, size: int, *, eps: float, dtype: torch.dtype | None = None):
+    def __init__(self, size: int, *, eps: float, dtype: torch.dtype | None = None, op: Callable = rms_norm):
         super().__init__()
         self.weight = nn.Parameter(torch.empty(size, dtype=dtype))
-        self.eps = eps
+        self.eps, self.op = eps, op
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return rms_norm(x, self.weight, self.eps)
+        return self.op(x, self.weight, self.eps)

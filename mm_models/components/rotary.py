@@ -31,25 +31,6 @@ def mrope_cos_sin(
     return by_section(angles.cos()), by_section(angles.sin())
 
 
-def rotate_half(x: torch.Tensor) -> torch.Tensor:
-    """(..., D) -> (-second half, first half)."""
-    first, second = x.chunk(2, dim=-1)
-    return torch.cat((-second, first), dim=-1)
-
-
-def apply_rotary(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """Rotate the first `cos.shape[-1]` dimensions of each head of `x` (..., heads, D); cos, sin (..., rotary_dim) in x's dtype."""
-    cos, sin = cos.unsqueeze(-2), sin.unsqueeze(-2)
-    rotated, passed = x[..., : cos.shape[-1]], x[..., cos.shape[-1] :]
-    return torch.cat([(rotated * cos) + (rotate_half(rotated) * sin), passed], dim=-1)
-
-
-def apply_rotary_fp32(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """Rotate every dimension of each head of `x` (..., heads, D) in fp32 and cast back; cos, sin (..., D) fp32."""
-    wide = x.float()
-    return ((wide * cos.unsqueeze(-2)) + (rotate_half(wide) * sin.unsqueeze(-2))).to(x.dtype)
-
-
 def vision_position_ids(grid_thw: torch.Tensor, merge: int) -> torch.Tensor:
     """(patches, 2) int64: row and column of each patch, in the processor's order.
 

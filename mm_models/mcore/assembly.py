@@ -72,7 +72,7 @@ def build_chunk(
     config = core_config(model, layout, dtype=dtype)
     with building(device, dtype):
         built = VLMModel(
-            model=model, layout=layout, split=split, stage=stage, chunk=chunk, config=config, provider=Provider(str(device))
+            model=model, layout=layout, split=split, stage=stage, chunk=chunk, config=config, provider=Provider(torch.device(device).type)
         )
     freeze([built], model)
     return built

@@ -107,7 +107,8 @@ class MoELayer(nn.Module):
     """Router, routed experts over the expert grid, and the shared expert as a tensor-parallel MLP."""
 
     def __init__(
-        self, *, config: TransformerConfig, submodules: MoESubmodules, hidden: int, ffn: int, router: dict, sequence_parallel: bool
+        self, *, config: TransformerConfig, submodules: MoESubmodules, hidden: int, ffn: int, router: dict, matmul: Callable,
+        activation: Callable, sequence_parallel: bool,
     ):
         super().__init__()
         self.groups = expert_groups()
@@ -116,7 +117,7 @@ class MoELayer(nn.Module):
         for tensor in self.router.parameters():
             tensor.sequence_parallel = sequence_parallel
         self.experts = submodules.experts(
-            experts=router["experts"] // ep, hidden=hidden, intermediate=ffn // etp
+            experts=router["experts"] // ep, hidden=hidden, intermediate=ffn // etp, matmul=matmul, activation=activation
         )
         mark_experts(self.experts)
         self.shared_experts = build_module(submodules.shared_experts, config=config)

@@ -7,6 +7,8 @@ marked `sequence_parallel` and summed over TP by `mcore.grads.finalize`.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 import torch.nn.functional as F
 from megatron.core import parallel_state, tensor_parallel
@@ -67,8 +69,8 @@ class VocabParallelEmbedding(tensor_parallel.VocabParallelEmbedding):
 class Norm(RMSNorm):
     """RMSNorm whose weight says whether each TP rank sees only its own tokens."""
 
-    def __init__(self, *, config: TransformerConfig, size: int, eps: float, sequence_parallel: bool):
-        super().__init__(size, eps=eps)
+    def __init__(self, *, config: TransformerConfig, size: int, eps: float, op: Callable, sequence_parallel: bool):
+        super().__init__(size, eps=eps, op=op)
         self.weight.sequence_parallel = sequence_parallel
 
 

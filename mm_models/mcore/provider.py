@@ -1,25 +1,30 @@
-"""The backend provider: which class stands for each role in a layer spec.
+"""The backend provider: which class stands for each role in a layer spec, and which op variant is bound into it.
 
-One provider a device, all with the same parameter names and shapes, so that a checkpoint knows no device. The kernel inside
-a class is chosen in `mm_models.ops`; here only the modules are.
+One class for every device, with the same parameter names and shapes, so that a checkpoint knows no device. The kernels are chosen in
+`mm_models.ops` and reach modules as callables; two mechanisms for one choice would drift apart.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
+
 from megatron.core.models.backends import BackendSpecProvider
 
-from mm_models.components.attention import causal_attention, segment_attention
 from mm_models.components.moe import Experts
-from mm_models.components.rotary import apply_rotary, apply_rotary_fp32
 from mm_models.mcore import parallel
-from mm_models.ops.reference import swiglu
+from mm_models.ops import Chosen, choose
 
 
 class Provider(BackendSpecProvider):
-    """Our adapters on every device."""
+    """Our adapters, with the ops of one device."""
 
-    def __init__(self, device: str = "cpu"):
-        self.device = device
+    def __init__(self, device: str = "cpu", ops: Chosen | None = None):
+        self.ops = ops or choose(device)
+
+    def op(self, name: str) -> Callable:
+        """The chosen variant of an op."""
+        return self.ops[name]
 
     def column_parallel_linear(self) -> type:
         return parallel.ColumnParallelLinear
@@ -36,23 +41,25 @@ class Provider(BackendSpecProvider):
     def layer_norm(self, rms_norm: bool = True, for_qk: bool = False) -> type:
         return parallel.Norm
 
-    def core_attention(self, kind: str = "causal"):
+    def core_attention(self, kind: str = "causal") -> Callable:
         """A function of (query, key, value, context): "causal" for a decoder, "segments" for a vision tower."""
-        return {"causal": _causal, "segments": _segments}[kind]
+        if kind == "causal":
+            return partial(_causal, self.op("rotary"), self.op("causal_attention"))
+        return partial(_segments, self.op("rotary_fp32"), self.op("segment_attention"))
 
     def grouped_mlp_modules(self, moe_use_grouped_gemm: bool = True, moe_use_legacy_grouped_gemm: bool = False) -> tuple[type, None]:
         return Experts, None
 
-    def activation_func(self):
-        return swiglu
+    def activation_func(self) -> Callable:
+        return self.op("swiglu")
 
 
-def _causal(query, key, value, context):
+def _causal(rotary, attention, query, key, value, context):
     cos, sin = context.rotary
-    return causal_attention(apply_rotary(query, cos, sin), apply_rotary(key, cos, sin), value, mask=context.mask)
+    return attention(rotary(query, cos, sin), rotary(key, cos, sin), value, mask=context.mask)
 
 
-def _segments(query, key, value, context):
+def _segments(rotary, attention, query, key, value, context):
     cos, sin = context.rotary
-    query, key = apply_rotary_fp32(query.squeeze(1), cos, sin), apply_rotary_fp32(key.squeeze(1), cos, sin)
-    return segment_attention(query, key, value.squeeze(1), lengths=context.lengths).unsqueeze(1)
+    query, key = rotary(query.squeeze(1), cos, sin), rotary(key.squeeze(1), cos, sin)
+    return attention(query, key, value.squeeze(1), lengths=context.lengths).unsqueeze(1)

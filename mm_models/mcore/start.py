@@ -13,6 +13,7 @@ from mm_models.mcore.arguments import Arguments
 from mm_models.mcore.layers import Recompute
 from mm_models.mcore.session import Session
 from mm_models.mcore.validation import RunPlan
+from mm_models.ops import choose
 from mm_models.weights import model_map
 
 EMBEDDING, HEAD = "text_decoder.embedding.word_embeddings.weight", "text_decoder.output_layer.weight"
@@ -94,7 +95,7 @@ def report(session: Session, chunks: Sequence[torch.nn.Module]) -> None:
     )
     found: list = [None] * torch.distributed.get_world_size()
     torch.distributed.all_gather_object(found, (row, frozen))
-    log.say(session.rank, *log.rank_table(row for row, _ in found), *_freeze_lines(session.plan, {name for _, names in found for name in names}))
+    log.say(session.rank, choose(session.device.type).describe(), *log.rank_table(row for row, _ in found), *_freeze_lines(session.plan, {name for _, names in found for name in names}))
 
 
 def _experts(session: Session) -> str:

@@ -13,11 +13,12 @@ from mm_models.config.model import ModelConfig, load_model_config
 from mm_models.errors import UserError
 from mm_models.layout import ModelSplit, ParallelLayout
 from mm_models.mcore.arguments import Arguments, option
+from mm_models.ops import choose
 
 FUSED = {
     "use_fused_rmsnorm": "rms_norm",
     "use_fused_swiglu": "swiglu",
-    "use_flash_attn": "attention",
+    "use_flash_attn": "causal_attention",
     "use_fused_rotary_pos_emb": "rotary",
 }
 """Flag -> the op whose variant it chooses."""
@@ -183,6 +184,7 @@ def _check_recompute(args: Arguments) -> None:
 
 def _check_fused(args: Arguments, device: str) -> None:
     given = [name for name in FUSED if getattr(args, name)]
-    if given:
-        ops = ", ".join(f"{option(name)} (op {FUSED[name]})" for name in given)
-        raise UserError(f"{ops}: no fused variant exists on {device}; the reference runs there. Drop {'it' if len(given) == 1 else 'them'}.")
+    try:
+        choose(device, [FUSED[name] for name in given])
+    except UserError as error:
+        raise UserError(f"{', '.join(map(option, given))}: {error}") from error

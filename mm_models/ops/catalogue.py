@@ -1,3 +1,13 @@
-"""Ids of operator variants, as plain strings `op.variant -> module:attribute`."""
+"""Ids of operator variants, as plain strings `name/variant -> module:attribute`."""
 
-CATALOGUE: dict[str, dict[str, str]] = {"ops": {}}
+CATALOGUE = {
+    "ops": {
+        "rms_norm/torch": "mm_models.ops.reference:rms_norm",
+        "swiglu/torch": "mm_models.ops.reference:swiglu",
+        "rotary/torch": "mm_models.ops.reference:apply_rotary",
+        "rotary_fp32/torch": "mm_models.ops.reference:apply_rotary_fp32",
+        "causal_attention/torch": "mm_models.ops.reference:causal_attention",
+        "segment_attention/torch": "mm_models.ops.reference:segment_attention",
+        "grouped_matmul/torch": "mm_models.ops.reference:grouped_matmul",
+    }
+}

@@ -125,7 +125,8 @@ def _layer(norm: ModuleSpec, attention: ModuleSpec, mlp: ModuleSpec) -> ModuleSp
 
 def _norm(size: int, eps: float, sequence_parallel: bool, backend: BackendSpecProvider) -> ModuleSpec:
     return ModuleSpec(
-        module=backend.layer_norm(rms_norm=True), params={"size": size, "eps": eps, "sequence_parallel": sequence_parallel}
+        module=backend.layer_norm(rms_norm=True),
+        params={"size": size, "eps": eps, "op": backend.op("rms_norm"), "sequence_parallel": sequence_parallel},
     )
 
 
@@ -168,6 +169,8 @@ def _moe(config: TextDecoderConfig, backend: BackendSpecProvider, sequence_paral
                 "normalise": config.norm_topk_prob,
                 "scale": config.moe_router_topk_scaling_factor,
             },
+            "matmul": backend.op("grouped_matmul"),
+            "activation": backend.op("swiglu"),
             "sequence_parallel": sequence_parallel,
         },
         submodules=MoESubmodules(

@@ -7,6 +7,7 @@ import torch
 from transformers.models.glm4v_moe.modeling_glm4v_moe import Glm4vMoeTextMoE
 
 from mm_models.components.moe import Experts, Router, routed_experts
+from mm_models.ops.reference import grouped_matmul, grouped_matmul_loop
 from tests.models import fill_distinct, tiny_glm_config
 
 
@@ -52,9 +53,9 @@ def test_grouped_equals_loop_with_gradients_and_idle_experts(dtype, bound):
     torch.nn.init.normal_(router.weight)
     router.e_score_correction_bias[100:] = -5.0
     results = []
-    for path in ("grouped", "loop"):
+    for matmul in (grouped_matmul, grouped_matmul_loop):
         torch.manual_seed(1)
-        experts = Experts(experts=128, hidden=64, intermediate=32, path=path, dtype=dtype)
+        experts = Experts(experts=128, hidden=64, intermediate=32, matmul=matmul, dtype=dtype)
         for parameter in experts.parameters():
             torch.nn.init.normal_(parameter, std=0.1)
         x = torch.randn(30, 64, dtype=dtype, requires_grad=True)

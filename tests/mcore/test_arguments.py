@@ -173,7 +173,7 @@ def test_the_interleaved_schedule_takes_multiples_of_pp(files, count, fine):
         (["--recompute-method", "block"], 1, ["--recompute-granularity full"]),
         (["--no-load-optim", "--no-load-rng"], 1, ["--no-load-optim, --no-load-rng without --load"]),
         (["--save-interval", "2"], 1, ["--save-interval without --save"]),
-        (["--use-flash-attn", "--use-fused-rmsnorm"], 1, ["--use-fused-rmsnorm (op rms_norm), --use-flash-attn (op attention)", "cpu"]),
+        (["--use-flash-attn", "--use-fused-rmsnorm"], 1, ["--use-fused-rmsnorm, --use-flash-attn", "causal_attention, rms_norm", "cpu"]),
         (["--use-fused-swiglu"], 1, ["swiglu"]),
         (["--use-fused-rotary-pos-emb"], 1, ["rotary"]),
     ],

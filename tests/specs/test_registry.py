@@ -23,6 +23,10 @@ GOLDEN = {
     "datasets": ["huggingface"],
     "templates": ["glm4v_moe"],
     "collators": ["glm4v_moe", "qwen3vl"],
+    "ops": [
+        "causal_attention/torch", "grouped_matmul/torch", "rms_norm/torch", "rotary/torch", "rotary_fp32/torch", "segment_attention/torch",
+        "swiglu/torch",
+    ],
 }
 
 

@@ -1,0 +1,34 @@
+"""Choosing op variants: the definition everywhere, a fused one only where it exists."""
+
+from __future__ import annotations
+
+import pytest
+
+from mm_models.errors import UserError
+from mm_models.ops import choose, known
+from mm_models.ops.reference import rms_norm
+from mm_models.registry import table
+
+
+def test_every_op_has_its_definition():
+    assert all("torch" in variants for variants in known().values())
+    chosen = choose("cpu")
+    assert chosen["rms_norm"] is rms_norm
+    assert chosen.describe().startswith("ops: causal_attention torch, grouped_matmul torch")
+
+
+def test_a_variant_of_the_device_is_preferred_there_and_nowhere_else():
+    table("ops").add("rms_norm/npu", "math:sqrt")
+    try:
+        assert choose("npu", ["rms_norm"]).ops["rms_norm"].hardware == "npu"
+        assert choose("npu").ops["swiglu"].hardware is None
+        assert choose("cpu")["rms_norm"] is rms_norm
+    finally:
+        table("ops")._targets.pop("rms_norm/npu")
+
+
+def test_what_the_user_asked_for_must_exist():
+    with pytest.raises(UserError, match="no fused variant of rms_norm, swiglu exists on cpu"):
+        choose("cpu", ["swiglu", "rms_norm"])
+    with pytest.raises(UserError, match="unknown op 'rmsnorm'; did you mean 'rms_norm'"):
+        choose("cpu", ["rmsnorm"])
