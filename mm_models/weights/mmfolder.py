@@ -14,6 +14,7 @@ comes last. `resolve` never falls back: a path that holds no complete checkpoint
 
 from __future__ import annotations
 
+import ctypes
 import fcntl
 import os
 import re
@@ -194,17 +195,25 @@ def finish(tmp: Path) -> Path:
     lock = _locks.pop(tmp, None)
     (tmp / _LOCK).unlink(missing_ok=True)
     sync_folder(tmp)
-    old = None
-    if final.exists():
-        old = final.with_name(f"{final.name}.old.tmp-{os.getpid()}")
-        os.rename(final, old)
-    os.rename(tmp, final)
+    if final.exists() and _exchange(tmp, final):
+        shutil.rmtree(tmp)  # now the old one
+    else:
+        shutil.rmtree(final, ignore_errors=True)
+        os.rename(tmp, final)
     sync_folder(final.parent)
-    if old is not None:
-        shutil.rmtree(old)
     if lock is not None:
         os.close(lock)
     return final
+
+
+def _exchange(one: Path, two: Path) -> bool:
+    """Swap two folders in one step (Linux renameat2); False where the system cannot."""
+    try:
+        renameat2 = ctypes.CDLL(None, use_errno=True).renameat2
+    except AttributeError:
+        return False
+    here, exchange = -100, 2  # AT_FDCWD, RENAME_EXCHANGE
+    return renameat2(here, os.fsencode(one), here, os.fsencode(two), exchange) == 0
 
 
 def publish(tmp: Path) -> Path:

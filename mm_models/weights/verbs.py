@@ -82,7 +82,11 @@ class Target:
 
 
 def peak_rss() -> int:
-    """Peak resident memory of this process in bytes."""
+    """Peak resident memory of this process in bytes. (`getrusage` would count a larger parent's before exec.)"""
+    status = Path("/proc/self/status")
+    for line in status.read_text().splitlines() if status.is_file() else ():
+        if line.startswith("VmHWM:"):
+            return int(line.split()[1]) * 1024
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
@@ -184,11 +188,12 @@ def resplit(
 
 
 def _training_position(source: Checkpoint) -> dict[str, Any]:
-    """What the dense files hold beside tensors: arguments, iteration, scheduler. Values that hold tensors are left out."""
+    """What a training checkpoint's dense files hold beside tensors: arguments, scheduler, samples consumed."""
     from mm_models.weights import ptfile
 
-    files = sorted({entry.file for entry in source.manifest.tensors if not entry.file.startswith("expert_")})
-    if not files or source.manifest.iteration is None:
+    manifest = source.manifest
+    files = sorted({entry.file for entry in manifest.tensors if not entry.file.startswith("expert_")})
+    if not files or manifest.iteration is None or manifest.source.get("kind") == "foreign":
         return {}
     content, _ = ptfile.scan(source.folder / files[0])
     return {
