@@ -273,3 +273,27 @@ def test_twenty_kills_while_saving_lose_nothing(tmp_path):
     launch_synthetic(2, [*going[:-2], *(("--load", str(save)) if at else ("--from-scratch",))], metrics)
     assert exact(read_metrics(metrics)) == exact(unbroken)
     assert not list(save.glob("*.tmp-*"))
+
+
+RESPLITS = {
+    "tp2-ep2 to pp2": ((4, [*topology(tp=2, etp=1, ep=2), SP, DISTRIBUTED]), (2, topology(pp=2)), ["--pp", "2"]),
+    "pp2-vpp2 to tp2": ((2, topology(pp=2, vpp=2)), (2, [*topology(tp=2), SP, DISTRIBUTED]), ["--tp", "2"]),
+    "ep2 bf16 to one": ((2, [*topology(ep=2), DISTRIBUTED, "--bf16"]), (1, ["--bf16"]), ["--tp", "1"]),
+}
+
+
+@pytest.mark.parametrize("name", RESPLITS)
+def test_a_run_goes_on_at_another_topology_after_resplit(name, tmp_path):
+    """Weights, moments, schedule and position are carried; the losses are the unbroken run's up to rounding."""
+    from mm_models.cli.convert import main
+
+    (nprocs, flags), (others, other_flags), how = RESPLITS[name]
+    argv = tiny_flags(tmp_path, *SCHEDULE, steps=5)
+    whole = launch_synthetic(nprocs, [*argv, *flags, "--from-scratch", "--save", str(tmp_path / "ck"), "--save-interval", "3"], tmp_path / "a.jsonl")
+    (tmp_path / "ck" / "latest_checkpointed_iteration.txt").write_text("3")
+    assert main(["resplit", "--mm", str(tmp_path / "ck"), "--out", str(tmp_path / "new"), *how]) in (0, None)
+    resumed = launch_synthetic(others, [*argv, *other_flags, "--load", str(tmp_path / "new")], tmp_path / "b.jsonl")
+    assert [r["iteration"] for r in resumed] == [4, 5]
+    for got, want in zip(resumed, whole[3:]):
+        assert got["learning_rate"] == want["learning_rate"] and got["consumed_samples"] == want["consumed_samples"]
+        assert got["loss"] == pytest.approx(want["loss"], rel=2e-2 if "--bf16" in flags else 1e-5)
