@@ -16,11 +16,12 @@ import pytest
 
 from tests.docs.markdown import ROOT, blocks, commands, pages, tracked
 
+QUICKSTART = "examples/quickstart/README.md"
 EXPECTED = {
     "README.md": (8, 5),
     "docs/weights.md": (3, 0),
     "docs/equivalence.md": (1, 2),
-    "examples/quickstart/README.md": (1, 0),
+    QUICKSTART: (1, 0),
     "examples/glm4.5v/README.md": (0, 9),
     "CONTRIBUTING.md": (0, 2),
 }
@@ -59,40 +60,43 @@ def test_the_chinese_page_has_the_same_blocks(folder):
     assert english == chinese
 
 
-@pytest.mark.timeout(900)
-def test_the_commands_run(tmp_path):
-    copy = tmp_path / "copy"
+@pytest.fixture
+def checkout(tmp_path) -> Path:
+    """A copy of every file of the checkout."""
+    copy = tmp_path / "checkout"
     for path in tracked():
         target = copy / path.relative_to(ROOT)
         target.parent.mkdir(parents=True, exist_ok=True)
         shutil.copy2(path, target)
-    environment = {
-        name: value
-        for name, value in os.environ.items()
-        if name not in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR")
-    }
-    environment |= {
-        "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
-        "OMP_NUM_THREADS": "1",
-        "PYTHONWARNINGS": "ignore",
-    }
-    environment["PYTHONPATH"] = str(copy)
-    for page in EXPECTED:
-        for block in blocks(ROOT / page):
-            if not block.runs:
-                continue
-            done = subprocess.run(
-                ["bash", "-euo", "pipefail", "-c", block.text],
-                cwd=copy,
-                env=environment,
-                capture_output=True,
-                text=True,
-                timeout=400,
-            )
+    return copy
+
+
+def run_page(page: str, checkout: Path) -> None:
+    """Run a page's blocks, in order; `checkout` is both the working directory and where packages come from."""
+    launcher = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+    environment = {name: value for name, value in os.environ.items() if name not in launcher}
+    environment |= {"OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore", "PYTHONPATH": str(checkout)}
+    environment["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{environment['PATH']}"
+    for block in blocks(ROOT / page):
+        if block.runs:
+            command = ["bash", "-euo", "pipefail", "-c", block.text]
+            done = subprocess.run(command, cwd=checkout, env=environment, capture_output=True, text=True, timeout=400)
             assert done.returncode == 0, f"{block}\n{block.text}\n{done.stdout[-3000:]}\n{done.stderr[-3000:]}"
-    made = copy / "build" / "quickstart"
+
+
+@pytest.mark.timeout(900)
+def test_the_commands_run(checkout):
+    """The README's chain, and the pages that go on from it."""
+    for page in EXPECTED:
+        if page != QUICKSTART:
+            run_page(page, checkout)
+    made = checkout / "build" / "quickstart"
     assert [(made / run / "latest_checkpointed_iteration.txt").read_text() for run in ("run", "run_tp2")] == ["8", "12"]
     _loads(made / "hf_trained")
+
+
+def test_the_quickstarts_commands_run(checkout):
+    run_page(QUICKSTART, checkout)
 
 
 def _loads(folder: Path) -> None:
