@@ -51,7 +51,8 @@ def _show(arguments: Sequence[str]) -> int:
 
     found = [name for name in TABLES if args.model_id in table(name)]
     if not found:
-        raise unknown_name("model_id", args.model_id, {id for name in TABLES for id in table(name).ids()})
+        parts = ("vision_encoders", "vision_projectors", "text_decoders", "weight_maps")
+        raise unknown_name("model_id", args.model_id, {id for name in parts for id in table(name).ids()})
     print(args.model_id)
     for name in found:
         print(f"  {name:18} {table(name).target(args.model_id)}")
