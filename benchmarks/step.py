@@ -72,7 +72,7 @@ class Megatron:
         plan = self.session.plan
         bare = build_chunks(plan.model, plan.layout, plan.split)
         load_into(named_tensors(bare), folder, model=plan.model, layout=plan.layout, coords=self.session.coords)
-        self.chunks = start.wrap(bare, args)
+        self.chunks = start.wrap(bare, args, plan.layout)
         prepare_chunks(self.chunks)
         self.optimizer = optimizer.build(args, self.chunks)
         self.scheduler = schedule_lr.build(plan, self.optimizer)

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 
 from mm_models.layout import ParallelLayout
+from mm_models.mcore.local_grads import LocalGradients
 
 EMBEDDING, HEAD = "text_decoder.embedding.word_embeddings.weight", "text_decoder.output_layer.weight"
 
@@ -30,6 +31,9 @@ def finalize(chunks: list, num_tokens=None, **unused) -> None:
     """Core's `finalize_model_grads_func`: sums over TP (replicated weights under sequence parallel), over the two copies of a tied
     weight, then over data-parallel ranks. The first two come first, so that any cut of the data-parallel shards is right.
     """
+    for chunk in chunks:
+        if isinstance(chunk, LocalGradients):
+            chunk.collect()
     _sum_over_tp(chunks)
     _sum_tied(chunks)
     for chunk in chunks:

@@ -7,10 +7,11 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 
 from mm_models.config.model import ModelConfig
-from mm_models.layout import ModelSplit
+from mm_models.layout import ModelSplit, ParallelLayout
 from mm_models.mcore import assembly, log, optimizer as optim
 from mm_models.mcore.arguments import Arguments
 from mm_models.mcore.layers import Recompute
+from mm_models.mcore.local_grads import LocalGradients
 from mm_models.mcore.session import Session
 from mm_models.mcore.validation import RunPlan
 from mm_models.ops import choose
@@ -37,11 +38,13 @@ def _recompute(args: Arguments) -> Recompute:
     return Recompute(granularity=args.recompute_granularity, layers=layers)
 
 
-def wrap(chunks: Sequence[torch.nn.Module], args: Arguments) -> list[torch.nn.Module]:
-    """Core's DDP around each chunk: gradients summed in fp32 at the end of a step."""
+def wrap(chunks: Sequence[torch.nn.Module], args: Arguments, layout: ParallelLayout) -> list[torch.nn.Module]:
+    """Core's DDP around each chunk: gradients summed in fp32 at the end of a step. A rank without data-parallel peers needs none."""
     from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 
     config = DistributedDataParallelConfig(grad_reduce_in_fp32=True, use_distributed_optimizer=args.use_distributed_optimizer)
+    if LocalGradients.suits(chunks, layout, config):
+        return [LocalGradients(chunk, config) for chunk in chunks]
     return [DistributedDataParallel(chunk.config, config, chunk, disable_bucketing=place > 0) for place, chunk in enumerate(chunks)]
 
 

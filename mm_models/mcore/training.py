@@ -65,7 +65,7 @@ def set_up(session: Session, model_provider: Callable, source: checkpoint.Source
     if plan.args.check_replicas:
         watch.check_replicas(start.replicated(tensors, plan.model), session, when="after loading")
     start.report(session, bare)
-    chunks = start.wrap(bare, plan.args)
+    chunks = start.wrap(bare, plan.args, plan.layout)
     prepare_chunks(chunks)
     session.position.at("building the optimizer")
     optimizer = optim.build(plan.args, chunks)

@@ -44,11 +44,15 @@ def relative_gradients(hf, chunks, model: ModelConfig, layout: ParallelLayout, r
     return errors
 
 
-def wrap(chunks: list, *, distributed_optimizer: bool = False) -> list:
-    """Core's DDP around each chunk, gradients summed in fp32."""
+def wrap(chunks: list, *, local: bool = False) -> list:
+    """Core's DDP around each chunk, gradients summed in fp32; or, `local`, the wrapper of a rank without data-parallel peers."""
     from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 
-    ddp = DistributedDataParallelConfig(grad_reduce_in_fp32=True, use_distributed_optimizer=distributed_optimizer)
+    from mm_models.mcore.local_grads import LocalGradients
+
+    ddp = DistributedDataParallelConfig(grad_reduce_in_fp32=True)
+    if local:
+        return [LocalGradients(chunk, ddp) for chunk in chunks]
     return [DistributedDataParallel(chunk.config, ddp, chunk) for chunk in chunks]
 
 

@@ -34,6 +34,7 @@ def case(
     recompute: Recompute | None = None,
     texts: tuple[int, ...] = (),
     crowd: bool = False,
+    local: bool = False,
 ) -> dict:
     """One step on this rank against Hugging Face. `texts`: micro-batches made text-only; `crowd`: every token goes to experts 0 and 1."""
     hf = tiny_glm_model(0, **(overrides or {}))
@@ -43,7 +44,7 @@ def case(
     chunks, model, layout = assemble(hf, split=split, extra=extra, **degrees)
     for chunk in chunks:
         chunk.set_recompute(recompute or Recompute())
-    chunks = wrap(chunks)
+    chunks = wrap(chunks, local=local)
     everything = micro_batches(count)
     for at in texts:
         everything[at] = batch(50 + at, images=TEXT, length=32)
@@ -137,6 +138,12 @@ def test_tied_embeddings(name):
 def test_ranks_whose_experts_get_no_token(name):
     processes, count, split, degrees = TOPOLOGIES[name]
     check(run(kwargs_case, processes, count, split, degrees, {"crowd": True}, timeout=60))
+
+
+@pytest.mark.parametrize("name", ["tp2", "pp2-vit11-llm04", "pp2-vpp2-gap", "tp2-ep2-etp1"])
+def test_gradients_without_data_parallel_buffers(name):
+    processes, count, split, degrees = TOPOLOGIES[name]
+    check(run(kwargs_case, processes, count, split, degrees, {"local": True}, timeout=60))
 
 
 def kwargs_case(rank: int, count: int, split: dict, degrees: dict, more: dict) -> dict:
