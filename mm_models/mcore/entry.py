@@ -6,6 +6,7 @@ After a failure the process leaves at once, without teardown: peers of a failed 
 
 from __future__ import annotations
 
+import faulthandler
 import os
 import sys
 from collections.abc import Callable
@@ -22,7 +23,8 @@ class StoppedBySignal(Exception):
 
 
 def run_script(main: Callable[[], None]) -> int:
-    """Call `main`; the exit status."""
+    """Call `main`; the exit status. A crash of the interpreter itself prints every thread's stack."""
+    faulthandler.enable()
     try:
         main()
     except UserError as error:
@@ -30,11 +32,11 @@ def run_script(main: Callable[[], None]) -> int:
         return _leave(2)
     except StoppedBySignal as stop:
         print(stop, flush=True)
-        return 128 + stop.number
+        return _close(128 + stop.number)
     except Exception as error:
         _tell_failure(error)
         return _leave(1)
-    return 0
+    return _close(0)
 
 
 def _complain(error: UserError) -> None:
@@ -63,7 +65,15 @@ def _joined() -> bool:
     return torch is not None and torch.distributed.is_initialized()
 
 
+def _close(status: int) -> int:
+    """After a good end all ranks are here: leave the world in order."""
+    if _joined():
+        sys.modules["torch"].distributed.destroy_process_group()
+    return status
+
+
 def _leave(status: int) -> int:
+    """After a failure: at once."""
     if not _joined():
         return status
     sys.stdout.flush()

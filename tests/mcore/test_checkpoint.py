@@ -81,6 +81,42 @@ def test_dp_and_the_kind_of_optimizer_may_change(before, after, tmp_path):
         assert got["loss"] == pytest.approx(want["loss"], rel=1e-5) and got["grad_norm"] == pytest.approx(want["grad_norm"], rel=1e-4)
 
 
+@pytest.mark.parametrize("flags", [[], ["--bf16"]], ids=["fp32", "bf16"])
+def test_a_stage_with_nothing_to_train_saves_and_resumes(flags, tmp_path):
+    """The second stage holds text layers alone, all frozen: no optimizer file beside it, and an exact resume."""
+    argv = tiny_flags(tmp_path, *topology(pp=2), *flags, steps=4, text_decoder={"freeze": ["decoder.layers.[23].*", "decoder.final_layernorm", "output_layer"]})
+    unbroken = launch_synthetic(2, [*argv, "--from-scratch", "--save", str(tmp_path / "ck"), "--save-interval", "2"], tmp_path / "a.jsonl")
+    files = {file.name for file in (tmp_path / "ck" / "iter_0000002" / "mp_rank_00_001").iterdir()}
+    assert files == {"model_optim_rng.pt"} and (tmp_path / "ck" / "iter_0000002" / "mp_rank_00_000" / "optim_dp000.pt").exists()
+    resumed = launch_synthetic(2, [*argv, "--load", str(tmp_path / "ck"), "--ckpt-step", "2"], tmp_path / "b.jsonl")
+    assert exact(resumed) == exact(unbroken[2:])
+
+
+def _full_disk(rank: int, argv: list[str]) -> None:
+    """Rank 1 cannot write in the second save."""
+    from mm_models.mcore import checkpoint_save
+
+    plain, calls = checkpoint_save.write_file, []
+
+    def write_file(path, content):
+        calls.append(path)
+        if rank == 1 and "iter_0000002" in str(path):
+            raise OSError(28, "No space left on device", str(path))
+        return plain(path, content)
+
+    checkpoint_save.write_file = write_file
+    train_synthetic(rank, argv, Synthetic())
+
+
+def test_a_failed_save_stops_all_ranks_and_leaves_the_one_before(tmp_path):
+    argv = tiny_flags(tmp_path, *topology(pp=2), "--from-scratch", "--save", str(tmp_path / "ck"), "--save-interval", "1")
+    with pytest.raises(CaseFailed) as caught:
+        run(_full_disk, 2, argv)
+    assert str(caught.value).count("iteration 2 could not be written, the one before stays: rank 1: [Errno 28]") == 2
+    assert open_checkpoint(tmp_path / "ck").manifest.iteration == 1
+    assert {child.name for child in (tmp_path / "ck").iterdir()} == {"iter_0000001", "latest_checkpointed_iteration.txt"}
+
+
 def test_the_data_position_is_resumed_on_every_rank(tmp_path):
     """23 samples at DP 2: five steps an epoch, three samples left out; stopped in the first and in the second epoch."""
     argv = tiny_flags(tmp_path, steps=12)
