@@ -11,6 +11,7 @@ pairs are printed. Wall and CPU are those of the whole process, start-up include
 from __future__ import annotations
 
 import argparse
+import filecmp
 import json
 import os
 import resource
@@ -217,7 +218,7 @@ def main() -> int:
             subprocess.run(["cmp", *map(str, (weight_files(hf)[0], weight_files(args.dir / "out")[0]))]).returncode == 0
         )
         same &= all(
-            open(a, "rb").read(1 << 16) == open(b, "rb").read(1 << 16)
+            filecmp.cmp(a, b, shallow=False)
             for a, b in zip(weight_files(hf), weight_files(args.dir / "out"), strict=True)
         )
         print(f"  round trip: {'byte-equal' if same else 'DIFFERS'}")

@@ -106,7 +106,8 @@ class ConfigMap:
             if isinstance(field, Field) and section.get(field.mm) != wanted[field.mm]:
                 prefix = f"{self.section}." if self.section else ""
                 faults.append(
-                    f"{prefix}{field.mm} is {section.get(field.mm)!r}, {where} ({'.'.join(self._path(field.spellings[0]))}) means {wanted[field.mm]!r}"
+                    f"{prefix}{field.mm} is {section.get(field.mm)!r}, {where} ({'.'.join(self._path(field.spellings[0]))}) "
+                    f"means {wanted[field.mm]!r}"
                 )
         return faults
 

@@ -19,12 +19,14 @@ from mm_models.registry import table
 SECTIONS = {"vision_encoder": "image_encoder", "vision_projector": "image_encoder", "text_decoder": None}
 """Section -> the section of model.json it stands in."""
 
-NOT_USED = frozenset("""
-    _name_or_path architectures model_type transformers_version torch_dtype dtype use_cache attention_dropout attn_implementation
-    _attn_implementation_autoset bos_token_id eos_token_id pad_token_id sep_token_id output_attentions output_hidden_states output_router_logits
-    router_aux_loss_coef return_dict use_return_dict chunk_size_feed_forward is_encoder_decoder is_decoder id2label label2id problem_type
-    use_qk_norm image_end_token_id video_start_token_id video_end_token_id rope_parameters.rope_type rope_scaling.type
-""".split())  # fmt: skip
+NOT_USED = frozenset({
+    "_name_or_path", "architectures", "model_type", "transformers_version", "torch_dtype", "dtype", "use_cache",
+    "attention_dropout", "attn_implementation", "_attn_implementation_autoset", "bos_token_id", "eos_token_id",
+    "pad_token_id", "sep_token_id", "output_attentions", "output_hidden_states", "output_router_logits",
+    "router_aux_loss_coef", "return_dict", "use_return_dict", "chunk_size_feed_forward", "is_encoder_decoder",
+    "is_decoder", "id2label", "label2id", "problem_type", "use_qk_norm", "image_end_token_id", "video_start_token_id",
+    "video_end_token_id",
+})  # fmt: skip
 """Keys of config.json that change no tensor and no arithmetic of the forward pass here."""
 
 
@@ -75,7 +77,7 @@ class Family:
         """A Hugging Face config.json for `model`, in the newest spelling."""
         config: dict[str, Any] = {"model_type": self.model_types[0]}
         self.root.to_hf(model.model_dump(), config)
-        for section, part in zip(SECTIONS, (model.vision, model.projector, model.text)):
+        for part in (model.vision, model.projector, model.text):
             if part is not None:
                 table("config_maps").get(part.model_id).to_hf(part.model_dump(), config)
         return config

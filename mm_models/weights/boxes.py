@@ -41,7 +41,7 @@ class Placement:
         common = intersect(self.local_box, box)
         if common is None:
             return None
-        start = tuple(g + c - l for g, c, l in zip(self.start, common[0], self.local))
+        start = tuple(g + c - at for g, c, at in zip(self.start, common[0], self.local))
         return Placement(self.tensor, start, common[0], common[1])
 
 

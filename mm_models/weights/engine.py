@@ -98,7 +98,8 @@ def _result(plan: Plan, workers: list[Worker], crc: bool) -> Result:
         found = combine_all(pieces, start=source.data_start, length=source.nbytes)
         if found is not None and found != source.crc:
             raise UserError(
-                f"{source.label}: CRC-32 is {found:08x}, the manifest says {source.crc:08x}: the file is damaged or was changed. Restore it and convert again."
+                f"{source.label}: CRC-32 is {found:08x}, the manifest says {source.crc:08x}: "
+                "the file is damaged or was changed. Restore it and convert again."
             )
     for number, pieces in _merged([w.target_crcs for w in workers]).items() if crc else ():
         target = plan.targets[number]

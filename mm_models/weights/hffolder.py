@@ -83,7 +83,8 @@ def open_folder(path: str | Path) -> HfFolder:
         for tensor in found:
             if tensor.name in tensors:
                 raise UserError(
-                    f"{path}: tensor {tensor.name!r} is in both {tensors[tensor.name].file.name} and {file.name}; which one counts is not known."
+                    f"{path}: tensor {tensor.name!r} is in both {tensors[tensor.name].file.name} and {file.name}; "
+                    "which one counts is not known."
                 )
             tensors[tensor.name] = tensor
     if index is not None:
@@ -128,7 +129,8 @@ def _check_index(path: Path, index: Mapping[str, Any], tensors: Mapping[str, Sto
             raise UserError(f"{path}: {INDEX} says {name!r} is in {file}, but it is in {tensors[name].file.name}.")
     if extra := sorted(set(tensors) - set(weight_map)):
         raise UserError(
-            f"{path}: {INDEX} does not list {', '.join(extra[:5])}{' ...' if len(extra) > 5 else ''}, found in {tensors[extra[0]].file.name}."
+            f"{path}: {INDEX} does not list {', '.join(extra[:5])}{' ...' if len(extra) > 5 else ''}, "
+            f"found in {tensors[extra[0]].file.name}."
         )
 
 

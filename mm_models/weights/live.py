@@ -18,7 +18,7 @@ from mm_models.config.model import ModelConfig
 from mm_models.errors import UserError
 from mm_models.layout import Coords, ModelSplit, ParallelLayout
 from mm_models.weights import hffolder, stores
-from mm_models.weights.boxes import intersect
+from mm_models.weights.boxes import Placement, Shape, intersect
 from mm_models.weights.dtypes import dtype_name, torch_dtype
 from mm_models.weights.engine import execute
 from mm_models.weights.manifest import Checkpoint, open_checkpoint
@@ -153,14 +153,13 @@ def initialise(
                 continue
             drawn = _draw(hf.name, hf.view, hf.init, seed, stds[hf.section].init_method_std)
             for live, placement, region, (start, extent) in wanted:
-                here = tuple(
-                    slice(s - g + l, s - g + l + n) for s, g, l, n in zip(start, region.start, region.local, extent)
-                )
-                there = tuple(
-                    slice(s - g + l, s - g + l + n)
-                    for s, g, l, n in zip(start, placement.start, placement.local, extent)
-                )
+                here, there = _within(start, extent, region), _within(start, extent, placement)
                 live[here].copy_(drawn[there])
+
+
+def _within(start: Shape, extent: Shape, held: Placement) -> tuple[slice, ...]:
+    """The slices of a stored tensor that hold the global box `start`/`extent`, which lies inside `held`."""
+    return tuple(slice(s - g + at, s - g + at + n) for s, g, at, n in zip(start, held.start, held.local, extent))
 
 
 def _draw(name: str, shape: tuple[int, ...], init: str, seed: int, std: float) -> torch.Tensor:

@@ -130,12 +130,16 @@ def _no_tracker(path: Path) -> str:
         return f"{path}: a Hugging Face folder, expected a checkpoint folder of the Megatron target (with {TRACKER})."
     weights = [name for name in children if _is_name(name)]
     if weights:
-        return f"{path}: holds {', '.join(weights[:5])} but no {TRACKER}, so which one counts is not known. Name the iteration, or restore the tracker."
+        return (
+            f"{path}: holds {', '.join(weights[:5])} but no {TRACKER}, so which one counts is not known. "
+            "Name the iteration, or restore the tracker."
+        )
     if any(name.startswith(("mp_rank_", "expert_rank_")) for name in children):
         return f"{path}: holds rank folders but no {MANIFEST}: an incomplete checkpoint, or one of the field; give the folder above it."
     inside = [name for name in children if (path / name / TRACKER).is_file()]
     hint = f" Did you mean {' or '.join(str(path / name) for name in inside[:3])}?" if inside else ""
-    return f"{path}: no {TRACKER} there (found: {', '.join(children[:5])}{', ...' if len(children) > 5 else ''}), so it is not a checkpoint folder.{hint}"
+    found = ", ".join(children[:5]) + (", ..." if len(children) > 5 else "")
+    return f"{path}: no {TRACKER} there (found: {found}), so it is not a checkpoint folder.{hint}"
 
 
 def _is_name(name: str) -> bool:

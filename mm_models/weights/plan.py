@@ -15,6 +15,7 @@ data types that differ inside one tensor, shapes that do not partition.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -23,7 +24,7 @@ from mm_models.errors import UserError
 from mm_models.weights.boxes import Placement, Shape, partition_fault, row_runs, volume
 from mm_models.weights.dtypes import itemsize
 
-BLOCK = 8 << 20
+BLOCK = 4 << 20
 """Bytes a slab reads at most, one row excepted."""
 
 
@@ -254,7 +255,7 @@ def _segments(held: list[_Span], wanted: list[_Span]):
     active: list[_Span] = []
     takers: list[_Span] = []
     next_held = next_wanted = 0
-    for low, high in zip(cuts, cuts[1:]):
+    for low, high in itertools.pairwise(cuts):
         active = [span for span in active if span.row + span.rows > low]
         takers = [span for span in takers if span.row + span.rows > low]
         while next_held < len(held) and held[next_held].row <= low:
@@ -271,7 +272,7 @@ def _needed(
 ) -> list[_Span] | None:
     """The sources, by column, that together hold what the targets want of these rows; None after recording a fault."""
     active = sorted(active, key=lambda s: s.col)
-    for one, two in zip(active, active[1:]):
+    for one, two in itertools.pairwise(active):
         if one.col + one.width > two.col:
             tally.faults.append(
                 f"{tensor} rows {low}:{high} are in both {sources[one.fragment].label} and {sources[two.fragment].label}"
@@ -285,7 +286,8 @@ def _needed(
         got = sum(max(0, min(taker.col + taker.width, s.col + s.width) - max(taker.col, s.col)) for s in needed)
         if got != taker.width:
             tally.faults.append(
-                f"{targets[taker.fragment].label}: rows {low}:{high} of {tensor}, {taker.width - got} of {taker.width} columns have no source"
+                f"{targets[taker.fragment].label}: rows {low}:{high} of {tensor}, "
+                f"{taker.width - got} of {taker.width} columns have no source"
             )
             return None
     return needed

@@ -25,16 +25,32 @@ def run(*arguments: object) -> int:
 
 def test_the_fields_long_form(hf, tmp_path, capsys):
     mm, out, two = tmp_path / "mm", tmp_path / "out", tmp_path / "two"
-    layout = "--cfg.parallel_config.llm_pp_layers [[2,2]] --cfg.parallel_config.vit_pp_layers [[2,0]] --cfg.parallel_config.tp_size 2 --cfg.parallel_config.ep_size 2".split()
+    layout = ["--cfg.parallel_config.llm_pp_layers", "[[2,2]]", "--cfg.parallel_config.vit_pp_layers", "[[2,0]]"]
+    layout += ["--cfg.parallel_config.tp_size", "2", "--cfg.parallel_config.ep_size", "2"]
     assert run("Glm4vMoeConverter", "hf_to_mm", "--cfg.mm_dir", mm, "--cfg.hf_config.hf_dir", hf, *layout) == 0
     line = capsys.readouterr().out.strip()
     assert "148 tensors" in line and "bytes read" in line and "MB/s" in line and "peak RSS" in line
     manifest = open_checkpoint(mm).manifest
     assert (manifest.layout.tp, manifest.layout.pp, manifest.layout.ep, manifest.layout.etp) == (2, 2, 2, 2)
-    assert run("Glm4vMoeConverter", "mm_to_hf", "--cfg.mm_dir", mm, "--cfg.hf_config.hf_dir", hf, "--cfg.save_hf_dir", out, *layout) == 0
+    assert (
+        run(
+            "Glm4vMoeConverter",
+            "mm_to_hf",
+            "--cfg.mm_dir",
+            mm,
+            "--cfg.hf_config.hf_dir",
+            hf,
+            "--cfg.save_hf_dir",
+            out,
+            *layout,
+        )
+        == 0
+    )
     assert_same_folder(out, hf)
-    target = "--cfg.target_parallel_config.llm_pp_layers [1,1,1,1] --cfg.target_parallel_config.vit_pp_layers [2,0,0,0] --cfg.target_parallel_config.tp_size 1".split()
-    source = "--cfg.source_parallel_config.llm_pp_layers [2,2] --cfg.source_parallel_config.vit_pp_layers [2,0] --cfg.source_parallel_config.tp_size 2".split()
+    target = ["--cfg.target_parallel_config.llm_pp_layers", "[1,1,1,1]"]
+    target += ["--cfg.target_parallel_config.vit_pp_layers", "[2,0,0,0]", "--cfg.target_parallel_config.tp_size", "1"]
+    source = ["--cfg.source_parallel_config.llm_pp_layers", "[2,2]"]
+    source += ["--cfg.source_parallel_config.vit_pp_layers", "[2,0]", "--cfg.source_parallel_config.tp_size", "2"]
     assert run("Glm4vMoeConverter", "resplit", "--cfg.source_dir", mm, "--cfg.target_dir", two, *source, *target) == 0
     assert open_checkpoint(two).manifest.split.text.nested() == [[1, 1, 1, 1]]
     assert compare(two, mm).equal
@@ -76,8 +92,14 @@ def test_flat_and_nested_lists_mean_the_same(hf, tmp_path, arguments, layout):
         (["Glm4vMoeConverter", "hf_mm"], "did you mean 'hf_to_mm'?"),
         (["Glm4vMoeConverter"], "expected one of hf_to_mm"),
         (["hf_to_mm", "--hf", "a", "--out", "b", "--tpp", "2"], "unknown option '--tpp'; did you mean '--tp'?"),
-        (["hf_to_mm", "--hf", "a", "--out", "b", "--cfg.parallel_config.tp", "2"], "did you mean '--cfg.parallel_config.tp_size'?"),
-        (["hf_to_mm", "--hf", "a", "--out", "b", "--cfg.parallel_config.llm_pp_layer", "[1]"], "did you mean '--cfg.parallel_config.llm_pp_layers'?"),
+        (
+            ["hf_to_mm", "--hf", "a", "--out", "b", "--cfg.parallel_config.tp", "2"],
+            "did you mean '--cfg.parallel_config.tp_size'?",
+        ),
+        (
+            ["hf_to_mm", "--hf", "a", "--out", "b", "--cfg.parallel_config.llm_pp_layer", "[1]"],
+            "did you mean '--cfg.parallel_config.llm_pp_layers'?",
+        ),
         (["hf_to_mm", "--hf", "a", "--out", "b", "--TP", "2"], "did you mean '--tp'?"),
         (["hf_to_mm", "--hf", "a", "--out", "b", "--llm_pp_layers", "[1]"], "did you mean '--llm-pp-layers'?"),
         (["hf_to_mm", "--hf", "a", "--hf", "c", "--out", "b"], "option '--hf' is given twice; keep one"),
@@ -128,7 +150,20 @@ def test_a_stated_source_layout_is_checked_against_the_manifest(hf, tmp_path, ca
     ):
         assert run("resplit", "--mm", mm, "--out", tmp_path / "two", *options) == 2
         assert words in capsys.readouterr().err
-    assert run("resplit", "--mm", mm, "--out", tmp_path / "two", "--source-tp", 2, "--cfg.source_parallel_config.llm_pp_layers", "[2,2]") == 0
+    assert (
+        run(
+            "resplit",
+            "--mm",
+            mm,
+            "--out",
+            tmp_path / "two",
+            "--source-tp",
+            2,
+            "--cfg.source_parallel_config.llm_pp_layers",
+            "[2,2]",
+        )
+        == 0
+    )
 
 
 def test_check_says_what_differs_and_exits_1(hf, tmp_path, capsys):
@@ -146,8 +181,12 @@ def test_check_says_what_differs_and_exits_1(hf, tmp_path, capsys):
 def test_patterns_prints_the_map(capsys):
     assert run("patterns", "glm4v_moe_lm") == 0
     text = capsys.readouterr().out
-    assert "text_decoder.decoder.layers.{layer}.self_attention.linear_qkv.bias [qkv_bias]" in text and "kv_groups" in text
-    assert "model.language_model.layers.{layer}.mlp.experts.{expert}.gate_proj.weight" in text and "lm_head.weight" in text
+    assert (
+        "text_decoder.decoder.layers.{layer}.self_attention.linear_qkv.bias [qkv_bias]" in text and "kv_groups" in text
+    )
+    assert (
+        "model.language_model.layers.{layer}.mlp.experts.{expert}.gate_proj.weight" in text and "lm_head.weight" in text
+    )
 
 
 def test_a_plugin_adds_a_weight_map(tmp_path, capsys):
@@ -183,5 +222,10 @@ def test_conversion_leaves_torch_and_megatron_alone(hf, tmp_path):
         "assert main(sys.argv[1:]) == 0\n"
         "print(sorted({n.split('.')[0] for n in sys.modules} & {'torch', 'transformers', 'megatron'}))"
     )
-    done = subprocess.run([sys.executable, "-c", code, "hf_to_mm", "--hf", str(hf), "--out", str(tmp_path / "mm")], capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", code, "hf_to_mm", "--hf", str(hf), "--out", str(tmp_path / "mm")],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
     assert done.stdout.splitlines()[-1] == "[]"

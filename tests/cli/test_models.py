@@ -55,7 +55,14 @@ def test_one_table(capsys):
 def test_one_id_taken_apart(capsys):
     assert main(["show", "glm4v_moe_lm"]) == 0
     text = capsys.readouterr().out
-    for words in ("text_decoders", "llm_layer_specs", "num_query_groups", "num_key_value_heads", "linear_qkv.weight", "expert_glu"):
+    for words in (
+        "text_decoders",
+        "llm_layer_specs",
+        "num_query_groups",
+        "num_key_value_heads",
+        "linear_qkv.weight",
+        "expert_glu",
+    ):
         assert words in text
     assert main(["show", "glm4v_lm"]) == 2
     assert "did you mean 'glm4v_moe_lm'?" in capsys.readouterr().err
@@ -70,7 +77,10 @@ def test_init_writes_a_model_json_for_a_topology(hf, tmp_path, capsys):
     model.split(ParallelLayout(tp=2, pp=4))
     assert main(["init", "--hf", str(hf), "-o", str(out)]) == 2
     assert "exists already" in capsys.readouterr().err
-    assert main(["init", "--hf", str(hf / "config.json"), "--pp", "2", "--vpp", "2", "--llm-pp-layers", "[[1,1],[1,1]]"]) == 0
+    assert (
+        main(["init", "--hf", str(hf / "config.json"), "--pp", "2", "--vpp", "2", "--llm-pp-layers", "[[1,1],[1,1]]"])
+        == 0
+    )
     assert json.loads(capsys.readouterr().out)["text_decoder"]["pipeline_num_layers"] == [[1, 1], [1, 1]]
 
 

@@ -21,15 +21,19 @@ HUB = {  # GLM-4.5V's config.json as transformers 4.57 wrote it, the fields that
     "model_type": "glm4v_moe",
     "image_token_id": 151363, "video_token_id": 151364, "image_start_token_id": 151339, "tie_word_embeddings": False,
     "text_config": {
-        "vocab_size": 151552, "hidden_size": 4096, "num_hidden_layers": 46, "num_attention_heads": 96, "num_key_value_heads": 8, "head_dim": 128,
+        "vocab_size": 151552, "hidden_size": 4096, "num_hidden_layers": 46, "num_attention_heads": 96, "num_key_value_heads": 8,
+        "head_dim": 128,
         "attention_bias": True, "use_qk_norm": False, "intermediate_size": 10944, "first_k_dense_replace": 1, "n_routed_experts": 128,
-        "num_experts_per_tok": 8, "n_shared_experts": 1, "moe_intermediate_size": 1408, "n_group": 1, "topk_group": 1, "norm_topk_prob": True,
+        "num_experts_per_tok": 8, "n_shared_experts": 1, "moe_intermediate_size": 1408, "n_group": 1, "topk_group": 1, 
+        "norm_topk_prob": True,
         "routed_scaling_factor": 1.0, "rms_norm_eps": 1e-5, "hidden_act": "silu", "rope_theta": 10000.0, "partial_rotary_factor": 0.5,
         "rope_scaling": {"rope_type": "default", "mrope_section": [8, 12, 12]}, "max_position_embeddings": 65536,
     },
     "vision_config": {
-        "depth": 24, "hidden_size": 1536, "num_heads": 12, "out_hidden_size": 4096, "intermediate_size": 10944, "image_size": 336, "patch_size": 14,
-        "temporal_patch_size": 2, "spatial_merge_size": 2, "in_channels": 3, "hidden_act": "silu", "attention_bias": False, "rms_norm_eps": 1e-5,
+        "depth": 24, "hidden_size": 1536, "num_heads": 12, "out_hidden_size": 4096, "intermediate_size": 10944, "image_size": 336,
+        "patch_size": 14,
+        "temporal_patch_size": 2, "spatial_merge_size": 2, "in_channels": 3, "hidden_act": "silu", "attention_bias": False, 
+        "rms_norm_eps": 1e-5,
     },
 }  # fmt: skip
 
@@ -37,7 +41,9 @@ HUB = {  # GLM-4.5V's config.json as transformers 4.57 wrote it, the fields that
 # --- weights ------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("overrides", [{}, {"attention_bias": False}, {"tie_word_embeddings": True}, {"first_k_dense_replace": 2}], ids=str)
+@pytest.mark.parametrize(
+    "overrides", [{}, {"attention_bias": False}, {"tie_word_embeddings": True}, {"first_k_dense_replace": 2}], ids=str
+)
 def test_the_map_is_transformers_module_tree(overrides):
     """Every parameter and persistent buffer, by name and shape, with nothing over."""
     config = tiny_glm_config(**overrides)
@@ -46,12 +52,16 @@ def test_the_map_is_transformers_module_tree(overrides):
     if overrides.get("tie_word_embeddings"):
         state.pop("lm_head.weight")
     wmap = build(FAMILY.model(config.to_dict()), FAMILY.prefixes)
-    assert {name: tensor.shape for name, tensor in wmap.hf("stacked_hf").items()} == {name: tuple(t.shape) for name, t in state.items()}
+    assert {name: tensor.shape for name, tensor in wmap.hf("stacked_hf").items()} == {
+        name: tuple(t.shape) for name, t in state.items()
+    }
 
 
 def test_the_full_model_has_107_7_billion_parameters():
     wmap = build(FAMILY.model(HUB), FAMILY.prefixes)
-    counts = {kind: sum(volume(t.shape) for t in wmap.tensors.values() if t.kind == kind) for kind in ("param", "buffer")}
+    counts = {
+        kind: sum(volume(t.shape) for t in wmap.tensors.values() if t.kind == kind) for kind in ("param", "buffer")
+    }
     assert counts == {"param": 107_710_927_360, "buffer": 45 * 128}
     for layout in ("per_expert", "stacked_hf"):
         assert sum(volume(t.shape) for t in wmap.hf(layout).values()) == sum(counts.values())
@@ -63,18 +73,29 @@ def test_per_expert_names_are_those_transformers_saves(tmp_path):
     tiny_glm_model(0, torch.bfloat16).save_pretrained(tmp_path)
     wmap = build(FAMILY.model(tiny_glm_config().to_dict()), FAMILY.prefixes)
     with safe_open(tmp_path / "model.safetensors", "pt") as file:
-        assert {name: list(t.shape) for name, t in wmap.hf("per_expert").items()} == {name: file.get_slice(name).get_shape() for name in file.keys()}
+        assert {name: list(t.shape) for name, t in wmap.hf("per_expert").items()} == {
+            name: file.get_slice(name).get_shape() for name in sorted(file.keys())
+        }
 
 
 def test_only_the_router_is_held_in_fp32():
     held = {name for name, tensor in build(FAMILY.model(HUB)).tensors.items() if tensor.hold == "fp32"}
-    assert held == {f"text_decoder.decoder.layers.{i}.mlp.router.{name}" for i in range(1, 46) for name in ("weight", "e_score_correction_bias")}
+    assert held == {
+        f"text_decoder.decoder.layers.{i}.mlp.router.{name}"
+        for i in range(1, 46)
+        for name in ("weight", "e_score_correction_bias")
+    }
 
 
 def test_known_extras_are_the_layer_behind_the_last():
     model = FAMILY.model(HUB)
     assert FAMILY.is_extra("model.language_model.layers.46.eh_proj.weight", model)
-    for name in ("model.language_model.layers.45.mlp.gate.weight", "model.language_model.layers.47.x", "model.language_model.layers.460.x", "model.x"):
+    for name in (
+        "model.language_model.layers.45.mlp.gate.weight",
+        "model.language_model.layers.47.x",
+        "model.language_model.layers.460.x",
+        "model.x",
+    ):
         assert not FAMILY.is_extra(name, model)
 
 
@@ -99,8 +120,17 @@ def test_old_and_new_spellings_mean_the_same():
 
 def test_model_json_says_what_the_field_names_it():
     content = FAMILY.model_json(HUB)
-    text, vision, projector = content["text_decoder"], content["image_encoder"]["vision_encoder"], content["image_encoder"]["vision_projector"]
-    assert (text["kv_channels"], text["num_query_groups"], text["num_moe_experts"], text["moe_router_topk"]) == (128, 8, 128, 8)
+    text, vision, projector = (
+        content["text_decoder"],
+        content["image_encoder"]["vision_encoder"],
+        content["image_encoder"]["vision_projector"],
+    )
+    assert (text["kv_channels"], text["num_query_groups"], text["num_moe_experts"], text["moe_router_topk"]) == (
+        128,
+        8,
+        128,
+        8,
+    )
     assert text["mrope_section"] == [8, 12, 12] and text["untie_embeddings_and_output_weights"] and text["add_qkv_bias"]
     assert (vision["ffn_hidden_size"], vision["out_hidden_size"], projector["intermediate_size"]) == (4096, 4096, 10944)
     assert content["img_context_token_id"] == 151363 and content["model_id"] == "glm4v_moe"
@@ -122,7 +152,10 @@ def test_the_way_back_is_a_config_of_the_same_model():
     assert family_of(FAMILY.hf_config(model), "x") is FAMILY and family_of_model(model) is FAMILY
 
 
-@pytest.mark.parametrize(("root", "text", "tied"), [(True, False, True), (False, True, True), (False, False, False), (None, True, True), (None, None, False)])
+@pytest.mark.parametrize(
+    ("root", "text", "tied"),
+    [(True, False, True), (False, True, True), (False, False, False), (None, True, True), (None, None, False)],
+)
 def test_tied_embeddings_in_either_place(root, text, tied):
     """4.57 keeps the flag in text_config, 5.x at the root and forwards the other."""
     config = copy.deepcopy(HUB)
@@ -137,8 +170,16 @@ def test_tied_embeddings_in_either_place(root, text, tied):
 @pytest.mark.parametrize(
     ("section", "values", "words"),
     [
-        ("text_config", {"rope_scaling": {"rope_type": "yarn", "mrope_section": [8, 12, 12]}}, "rope_scaling.rope_type is 'yarn'"),
-        ("text_config", {"rope_parameters": {"rope_theta": 5e5}}, r"rope_parameters.rope_theta = 500000.0 disagrees with text_config.rope_theta = 10000.0"),
+        (
+            "text_config",
+            {"rope_scaling": {"rope_type": "yarn", "mrope_section": [8, 12, 12]}},
+            "rope_scaling.rope_type is 'yarn'",
+        ),
+        (
+            "text_config",
+            {"rope_parameters": {"rope_theta": 5e5}},
+            r"rope_parameters.rope_theta = 500000.0 disagrees with text_config.rope_theta = 10000.0",
+        ),
         ("text_config", {"hidden_act": "gelu"}, "activation_func"),
         ("text_config", {"num_attention_heads": 97}, "does not divide by num_query_groups"),
         ("text_config", {"head_dim": None}, "mrope_section"),
@@ -156,11 +197,20 @@ def test_what_the_components_cannot_compute_is_refused(section, values, words):
 
 
 def test_an_unknown_family_is_refused_by_name():
-    with pytest.raises(UserError, match="model_type 'llava' has no converter. Known: glm4v_moe"):
+    with pytest.raises(UserError, match=r"model_type 'llava' has no converter. Known: glm4v_moe"):
         family_of({"model_type": "llava"}, "x/config.json")
 
 
 def test_the_tiny_model_json_takes_overrides():
-    content = tiny_model_json(tiny_glm_config(), text_decoder={"pipeline_num_layers": [2, 2]}, vision_encoder={"freeze": False}, loss_cfg={"loss_type": "per_token_loss"})
+    content = tiny_model_json(
+        tiny_glm_config(),
+        text_decoder={"pipeline_num_layers": [2, 2]},
+        vision_encoder={"freeze": False},
+        loss_cfg={"loss_type": "per_token_loss"},
+    )
     model = validate(ModelConfig, content, "model.json")
-    assert model.text.pipeline_num_layers == [2, 2] and model.vision.freeze is False and model.loss_cfg.loss_type == "per_token_loss"
+    assert (
+        model.text.pipeline_num_layers == [2, 2]
+        and model.vision.freeze is False
+        and model.loss_cfg.loss_type == "per_token_loss"
+    )

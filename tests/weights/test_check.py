@@ -57,7 +57,13 @@ def test_one_byte_of_a_hugging_face_folder(hf, hf_stacked, tmp_path):
 
 def test_missing_tensors_other_shapes_and_other_data_types(hf, hf_fp32, tmp_path):
     path = copy(hf, tmp_path / "a")
-    edit_state(path, lambda state: [state.pop("lm_head.weight"), state.update({"model.language_model.norm.weight": torch.zeros(32)})])
+    edit_state(
+        path,
+        lambda state: [
+            state.pop("lm_head.weight"),
+            state.update({"model.language_model.norm.weight": torch.zeros(32)}),
+        ],
+    )
     with pytest.raises(UserError, match=r"1 missing: lm_head.weight; 1 of another shape"):
         compare(path, hf)
     result = compare(hf, hf_fp32)
@@ -82,7 +88,12 @@ def test_inspect_says_what_a_folder_is(hf, hf_stacked, mm, tmp_path):
     assert "BF16 150" in text and "model.language_model (128)" in text
     assert "expert layout: stacked_hf" in "\n".join(describe(hf_stacked))
     text = "\n".join(describe(mm))
-    assert "release" in text and "--tp 2 --pp 2 --ep 2" in text and "text [[2, 2]]" in text and "image_encoder.encoder (19)" in text
+    assert (
+        "release" in text
+        and "--tp 2 --pp 2 --ep 2" in text
+        and "text [[2, 2]]" in text
+        and "image_encoder.encoder (19)" in text
+    )
     (tmp_path / "dcp/release").mkdir(parents=True)
     (tmp_path / "dcp/release/.metadata").write_bytes(b"")
     assert "distributed checkpoint (DCP)" in describe(tmp_path / "dcp")[0]

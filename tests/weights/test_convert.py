@@ -13,7 +13,18 @@ from mm_models.weights import verbs
 from mm_models.weights.check import compare
 from mm_models.weights.manifest import open_checkpoint, verify
 from tests.weights.folders import (
-    QUIET, assert_same_folder, copy, edit_config, edit_state, hf_folder, loaded, model_config, resplit, state_of, to_hf, to_mm,
+    QUIET,
+    assert_same_folder,
+    copy,
+    edit_config,
+    edit_state,
+    hf_folder,
+    loaded,
+    model_config,
+    resplit,
+    state_of,
+    to_hf,
+    to_mm,
 )  # fmt: skip
 
 LAYOUTS = [
@@ -87,7 +98,7 @@ def test_exports_load_in_transformers_with_equal_logits(hf, tmp_path):
     out = to_hf(to_mm(hf, tmp_path / "mm", tp=2, ep=2), hf, tmp_path / "back")
     ids = torch.arange(10, 30)[None]
     loads = [Glm4vMoeForConditionalGeneration.from_pretrained(path, output_loading_info=True) for path in (hf, out)]
-    for model, info in loads:
+    for _, info in loads:
         assert not info["missing_keys"] and not info["unexpected_keys"] and not info["mismatched_keys"]
     with torch.no_grad():
         one, two = (model.eval()(input_ids=ids).logits for model, _ in loads)
@@ -109,7 +120,9 @@ def test_tied_embeddings_are_stored_on_both_ends_and_exported_once(tmp_path):
     files = loaded(split)
     for tp in range(2):
         first, last = files[f"mp_rank_0{tp}_000", 0], files[f"mp_rank_0{tp}_001", 0]
-        assert torch.equal(first["text_decoder.embedding.word_embeddings.weight"], last["text_decoder.output_layer.weight"])
+        assert torch.equal(
+            first["text_decoder.embedding.word_embeddings.weight"], last["text_decoder.output_layer.weight"]
+        )
     assert_same_folder(to_hf(split, hf, tmp_path / "back"), hf)
     assert_same_folder(to_hf(resplit(split, tmp_path / "again"), hf, tmp_path / "back2"), hf)
 
@@ -118,19 +131,24 @@ def test_copies_that_differ_are_refused(hf, tmp_path):
     """A replicated norm with other bytes on TP rank 1, with a manifest that agrees with it."""
     mm = to_mm(hf, tmp_path / "mm", tp=2)
     checkpoint = open_checkpoint(mm)
-    entry = next(e for e in checkpoint.manifest.tensors if e.name.endswith("decoder.final_layernorm.weight") and "01" in e.file)
+    entry = next(
+        e for e in checkpoint.manifest.tensors if e.name.endswith("decoder.final_layernorm.weight") and "01" in e.file
+    )
     manifest = json.loads((checkpoint.folder / "manifest.json").read_text())
     row = next(r for r in manifest["tensors"] if r["name"] == entry.name and r["file"] == entry.file)
     row["crc32"] ^= 1
     (checkpoint.folder / "manifest.json").write_text(json.dumps(manifest))
-    with pytest.raises(UserError, match="final_layernorm.weight are copies of one tensor but differ"):
+    with pytest.raises(UserError, match=r"final_layernorm.weight are copies of one tensor but differ"):
         resplit(mm, tmp_path / "two")
 
 
 def test_known_extras_are_ignored_by_name_and_copied_through(hf, tmp_path):
     """The multi-token-prediction layer behind the last decoder layer, in any data type."""
     path = copy(hf, tmp_path / "hf")
-    extras = {"model.language_model.layers.4.eh_proj.weight": torch.randn(64, 128), "model.language_model.layers.4.norm.weight": torch.randn(64).half()}
+    extras = {
+        "model.language_model.layers.4.eh_proj.weight": torch.randn(64, 128),
+        "model.language_model.layers.4.norm.weight": torch.randn(64).half(),
+    }
     edit_state(path, lambda state: state.update(extras))
     said: list[str] = []
     options = verbs.Options(say=said.append)
@@ -166,13 +184,18 @@ def test_data_types_stay_and_like_reference_casts(hf, hf_fp32, tmp_path):
     said: list[str] = []
     verbs.mm_to_hf(open_checkpoint(mm), hf, tmp_path / "fp32", options=verbs.Options(say=said.append))
     told = [line for line in said if line.startswith("data type of")]
-    assert len(told) == 62 and all("F32 in the checkpoint, BF16 in the reference; written as F32" in line for line in told)
+    assert len(told) == 62 and all(
+        "F32 in the checkpoint, BF16 in the reference; written as F32" in line for line in told
+    )
     got, expected = state_of(tmp_path / "fp32"), state_of(hf_fp32)
     assert all(got[name].dtype == expected[name].dtype and torch.equal(got[name], expected[name]) for name in expected)
     assert json.loads((tmp_path / "fp32/config.json").read_text())["text_config"]["dtype"] == "float32"
     to_hf(mm, hf, tmp_path / "cast", like_reference=True)
     got, like = state_of(tmp_path / "cast"), state_of(hf)
-    assert all(got[name].dtype == like[name].dtype and torch.equal(got[name], expected[name].to(like[name].dtype)) for name in like)
+    assert all(
+        got[name].dtype == like[name].dtype and torch.equal(got[name], expected[name].to(like[name].dtype))
+        for name in like
+    )
     assert json.loads((tmp_path / "cast/config.json").read_text())["dtype"] == "bfloat16"
 
 
@@ -180,14 +203,18 @@ def test_parts_of_one_tensor_in_two_data_types_are_refused(hf, tmp_path):
     path = copy(hf, tmp_path / "hf")
     name = "model.language_model.layers.2.self_attn.k_proj.weight"
     edit_state(path, lambda state: state.update({name: state[name].float()}))
-    with pytest.raises(UserError, match=r"layers.2.self_attention.linear_qkv.weight: its parts have different data types.*never casts"):
+    with pytest.raises(
+        UserError, match=r"layers.2.self_attention.linear_qkv.weight: its parts have different data types.*never casts"
+    ):
         to_mm(path, tmp_path / "mm")
     assert not (tmp_path / "mm").exists()
 
 
 def test_the_router_may_be_bf16(hf, tmp_path):
     path = copy(hf, tmp_path / "hf")
-    edit_state(path, lambda state: state.update({n: t.bfloat16() for n, t in state.items() if n.endswith("mlp.gate.weight")}))
+    edit_state(
+        path, lambda state: state.update({n: t.bfloat16() for n, t in state.items() if n.endswith("mlp.gate.weight")})
+    )
     mm = to_mm(path, tmp_path / "mm", tp=2)
     assert {e.dtype for e in open_checkpoint(mm).manifest.tensors if e.name.endswith("router.weight")} == {"BF16"}
     assert_same_folder(to_hf(mm, path, tmp_path / "back"), path)
@@ -204,7 +231,9 @@ def test_a_model_json_is_honoured_and_refused_where_it_disagrees(hf, tmp_path):
     model["text_decoder"]["rms_norm_eps"] = 1e-6
     model["image_encoder"]["vision_encoder"]["num_layers"] = 3
     bad.write_text(json.dumps(model))
-    with pytest.raises(UserError, match=r"vision_encoder.num_layers is 3.*vision_config.depth.*text_decoder.rms_norm_eps is 1e-06"):
+    with pytest.raises(
+        UserError, match=r"vision_encoder.num_layers is 3.*vision_config.depth.*text_decoder.rms_norm_eps is 1e-06"
+    ):
         verbs.hf_to_mm(hf, tmp_path / "no", target, model_json=bad, options=QUIET)
 
 

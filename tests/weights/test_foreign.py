@@ -19,7 +19,8 @@ from tests.weights.folders import QUIET, assert_same_folder, loaded, model_confi
 
 
 def field_folder(mm, out, *, repeated: bool = False):
-    """Rewrite a checkpoint as Megatron does: no manifest, `Namespace` arguments, `_extra_state`, dense tensors in every EP rank's folder."""
+    """Rewrite a checkpoint as Megatron does: no manifest, `Namespace` arguments, `_extra_state`, and, `repeated`, dense
+    tensors in every expert rank's folder."""
     checkpoint = open_checkpoint(mm)
     manifest, wmap, source = checkpoint.manifest, build(checkpoint.manifest.model), loaded(mm)
     whole: dict[str, torch.Tensor] = {}
@@ -28,14 +29,18 @@ def field_folder(mm, out, *, repeated: bool = False):
             tensor = source[shard.folder, local.chunk][local_key(name, manifest.split)]
             target = whole.setdefault(name, torch.empty(local.tensor.shape, dtype=tensor.dtype))
             for region in local.regions:
-                there, here = (tuple(slice(s, s + n) for s, n in zip(at, region.extent)) for at in (region.start, region.local))
+                there, here = (
+                    tuple(slice(s, s + n) for s, n in zip(at, region.extent)) for at in (region.start, region.local)
+                )
                 target[there] = tensor[here]
     for shard in stores.shards(wmap, manifest.layout, manifest.split, repeated=repeated):
         content = {container(manifest.layout, chunk): {} for chunk in range(manifest.layout.vpp)}
         for name, local in shard.tensors.items():
             tensor = torch.empty(local.shape, dtype=whole[name].dtype)
             for region in local.regions:
-                there, here = (tuple(slice(s, s + n) for s, n in zip(at, region.extent)) for at in (region.start, region.local))
+                there, here = (
+                    tuple(slice(s, s + n) for s, n in zip(at, region.extent)) for at in (region.start, region.local)
+                )
                 tensor[here] = whole[name][there]
             content[container(manifest.layout, local.chunk)][local_key(name, manifest.split)] = tensor
         next(iter(content.values()))["text_decoder.decoder.layers.0._extra_state"] = None
@@ -53,7 +58,10 @@ def opened(path, hf, **layout):
 
 @pytest.mark.parametrize(
     ("layout", "repeated"),
-    [({}, False), ({"tp": 2, "pp": 2}, False), ({"pp": 2, "vpp": 2}, False), ({"ep": 2}, True), ({"tp": 2, "pp": 2, "ep": 2}, True), ({"tp": 2, "ep": 4, "etp": 1}, False)],
+    [
+        ({}, False), ({"tp": 2, "pp": 2}, False), ({"pp": 2, "vpp": 2}, False), ({"ep": 2}, True), ({"tp": 2, "pp": 2, "ep": 2}, True),
+        ({"tp": 2, "ep": 4, "etp": 1}, False),
+    ],
     ids=str,
 )  # fmt: skip
 def test_folders_of_the_field_are_read(hf, tmp_path, layout, repeated):
@@ -71,13 +79,18 @@ def test_dense_copies_that_differ_are_refused(hf, tmp_path):
     content = torch.load(file, weights_only=False)
     content["model"]["text_decoder.output_layer.weight"][3, 3] += 1
     torch.save(content, file)
-    with pytest.raises(UserError, match=r"mp_rank_00_000/model_optim_rng.pt: text_decoder.output_layer.weight and mp_rank_00_001/.* differ"):
+    with pytest.raises(
+        UserError,
+        match=r"mp_rank_00_000/model_optim_rng.pt: text_decoder.output_layer.weight and mp_rank_00_001/.* differ",
+    ):
         verbs.resplit(opened(path, hf, ep=2), tmp_path / "out", verbs.Target(layout=ParallelLayout()), options=QUIET)
 
 
 def test_a_layout_that_is_not_the_folders_is_refused(hf, tmp_path):
     path = field_folder(to_mm(hf, tmp_path / "mm", tp=2), tmp_path / "field")
-    with pytest.raises(UserError, match=r"holds mp_rank_00, mp_rank_01; layout --pp 2 has mp_rank_00_000, mp_rank_00_001"):
+    with pytest.raises(
+        UserError, match=r"holds mp_rank_00, mp_rank_01; layout --pp 2 has mp_rank_00_000, mp_rank_00_001"
+    ):
         opened(path, hf, pp=2)
     with pytest.raises(UserError, match=r"no key 'model0'"):
         field = field_folder(to_mm(hf, tmp_path / "mm2", pp=2), tmp_path / "field2")

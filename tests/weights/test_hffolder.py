@@ -24,7 +24,9 @@ def test_headers_are_what_safetensors_reads(hf_stacked):
 
 def test_a_header_written_by_hand_is_read_by_safetensors(tmp_path):
     file = tmp_path / "a.safetensors"
-    stored = hffolder.skeleton(file, hffolder.make_header([("x", "BF16", (2, 3)), ("y", "F32", (5,)), ("z", "I64", ())], {"format": "pt"}))
+    stored = hffolder.skeleton(
+        file, hffolder.make_header([("x", "BF16", (2, 3)), ("y", "F32", (5,)), ("z", "I64", ())], {"format": "pt"})
+    )
     assert [(t.name, t.dtype, t.shape) for t in stored] == [("x", "BF16", (2, 3)), ("y", "F32", (5,)), ("z", "I64", ())]
     loaded = load_file(file)
     assert loaded["x"].shape == (2, 3) and loaded["y"].dtype == torch.float32 and loaded["z"].shape == ()
@@ -37,8 +39,14 @@ def test_a_header_written_by_hand_is_read_by_safetensors(tmp_path):
         (lambda p: (p / "config.json").write_text("{"), "not valid JSON"),
         (lambda p: sorted(p.glob("*.safetensors"))[1].unlink(), r"missing: model-00002-of-"),
         (lambda p: [f.unlink() for f in p.glob("*.safetensors")], "missing"),
-        (lambda p: ((p / hffolder.INDEX).unlink(), sorted(p.glob("*.safetensors"))[0].unlink()), r"shards \[1\] of \d+ are missing"),
-        (lambda p: save_file({"a": torch.zeros(1)}, p / "model.safetensors"), "both model.safetensors.index.json and model.safetensors"),
+        (
+            lambda p: ((p / hffolder.INDEX).unlink(), sorted(p.glob("*.safetensors"))[0].unlink()),
+            r"shards \[1\] of \d+ are missing",
+        ),
+        (
+            lambda p: save_file({"a": torch.zeros(1)}, p / "model.safetensors"),
+            "both model.safetensors.index.json and model.safetensors",
+        ),
         (lambda p: _cut(sorted(p.glob("*.safetensors"))[0]), "cut short"),
         (lambda p: _double(p), "is in both"),
         (lambda p: _index(p, lambda m: m.pop("lm_head.weight")), "does not list lm_head.weight"),

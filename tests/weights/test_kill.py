@@ -31,7 +31,9 @@ sys.exit(main(sys.argv[1:]))
 
 def run_and_kill(arguments: list[str], after: float) -> int:
     """The exit status of a slowed-down conversion that gets SIGKILL `after` seconds."""
-    process = subprocess.Popen([sys.executable, "-c", SLOW, *arguments, "--jobs", "1"], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
+    process = subprocess.Popen(
+        [sys.executable, "-c", SLOW, *arguments, "--jobs", "1"], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
+    )
     process.stdout.readline()
     time.sleep(after)
     process.send_signal(signal.SIGKILL)
@@ -46,9 +48,18 @@ def test_hf_to_mm_killed_at_any_moment(hf, tmp_path, seed):
         with pytest.raises(UserError):
             open_checkpoint(out)
         assert not list(out.glob("release/*")) or (out / "release/manifest.json").exists()
-    assert subprocess.run([sys.executable, "-m", "mm_models.cli.convert", *arguments, "--overwrite"], check=True).returncode == 0
+    assert (
+        subprocess.run(
+            [sys.executable, "-m", "mm_models.cli.convert", *arguments, "--overwrite"], check=True
+        ).returncode
+        == 0
+    )
     assert compare(hf, out).equal
-    assert sorted(child.name for child in out.iterdir()) == ["latest_checkpointed_iteration.txt", "model.json", "release"]
+    assert sorted(child.name for child in out.iterdir()) == [
+        "latest_checkpointed_iteration.txt",
+        "model.json",
+        "release",
+    ]
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -104,7 +115,7 @@ def test_foreign_and_existing_outputs_are_refused(hf, tmp_path):
     with pytest.raises(UserError, match="not a checkpoint folder of this tool"):
         to_mm(hf, tmp_path / "mine")
     mm = to_mm(hf, tmp_path / "mm")
-    with pytest.raises(UserError, match="exists already. Give another folder, or --overwrite"):
+    with pytest.raises(UserError, match=r"exists already. Give another folder, or --overwrite"):
         to_mm(hf, mm)
     with pytest.raises(UserError, match="not an export of this tool"):
         to_hf(mm, hf, tmp_path / "mine")
@@ -130,5 +141,8 @@ def test_the_tracker_comes_last(hf, tmp_path):
     mm = to_mm(hf, tmp_path / "mm")
     assert (mm / "latest_checkpointed_iteration.txt").read_text() == "release"
     assert json.loads((mm / "model.json").read_text())["text_decoder"]["pipeline_num_layers"] == [4]
-    stamps = [(mm / name).stat().st_mtime_ns for name in ("release/manifest.json", "model.json", "latest_checkpointed_iteration.txt")]
+    stamps = [
+        (mm / name).stat().st_mtime_ns
+        for name in ("release/manifest.json", "model.json", "latest_checkpointed_iteration.txt")
+    ]
     assert stamps == sorted(stamps)

@@ -20,7 +20,12 @@ HF = "model.language_model.layers.{}."
 @pytest.mark.parametrize("tp", [1, 2])
 def test_fused_qkv_is_by_kv_group(tmp_path, heads, groups, dim, tp):
     """Per group: its query heads, its key, its value; weight and bias alike; a TP rank holds whole groups."""
-    rope = {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5, "mrope_section": [dim // 4 - 2, 1, 1]}
+    rope = {
+        "rope_type": "default",
+        "rope_theta": 10000.0,
+        "partial_rotary_factor": 0.5,
+        "mrope_section": [dim // 4 - 2, 1, 1],
+    }
     overrides = {"num_attention_heads": heads, "num_key_value_heads": groups, "head_dim": dim, "rope_parameters": rope}
     hf = hf_folder(tmp_path / "hf", **overrides)
     if groups % tp:
@@ -38,7 +43,9 @@ def test_fused_qkv_is_by_kv_group(tmp_path, heads, groups, dim, tp):
                 rows += [k[group * dim : (group + 1) * dim], v[group * dim : (group + 1) * dim]]
             expected = torch.cat(rows).chunk(tp)
             for rank in range(tp):
-                got = files[f"mp_rank_{rank:02d}", 0][f"text_decoder.decoder.layers.{layer}.self_attention.linear_qkv.{kind}"]
+                got = files[f"mp_rank_{rank:02d}", 0][
+                    f"text_decoder.decoder.layers.{layer}.self_attention.linear_qkv.{kind}"
+                ]
                 assert torch.equal(got, expected[rank])
     assert_round_trip(tmp_path, hf)
 
@@ -71,10 +78,14 @@ def test_a_bias_switched_off_is_not_dropped_and_one_switched_on_is_not_invented(
         to_mm(path, tmp_path / "mm")
 
 
-@pytest.mark.parametrize(("heads", "groups", "words"), [(4, 3, "num_attention_heads 4 does not divide by num_query_groups 3")])
+@pytest.mark.parametrize(
+    ("heads", "groups", "words"), [(4, 3, "num_attention_heads 4 does not divide by num_query_groups 3")]
+)
 def test_head_counts_that_do_not_divide_are_refused(hf, tmp_path, heads, groups, words):
     path = copy(hf, tmp_path / "hf")
-    edit_config(path, lambda config: config["text_config"].update(num_attention_heads=heads, num_key_value_heads=groups))
+    edit_config(
+        path, lambda config: config["text_config"].update(num_attention_heads=heads, num_key_value_heads=groups)
+    )
     with pytest.raises(UserError, match=words):
         to_mm(path, tmp_path / "mm")
 
@@ -97,7 +108,9 @@ def test_every_kind_of_split(hf, tmp_path):
     expected = {
         "text_decoder.embedding.word_embeddings.weight": state["model.language_model.embed_tokens.weight"][160:],
         "text_decoder.output_layer.weight": state["lm_head.weight"][160:],
-        "text_decoder.decoder.layers.0.self_attention.linear_proj.weight": state[layer + "self_attn.o_proj.weight"][:, 64:],
+        "text_decoder.decoder.layers.0.self_attention.linear_proj.weight": state[layer + "self_attn.o_proj.weight"][
+            :, 64:
+        ],
         "text_decoder.decoder.layers.0.mlp.linear_fc1.weight": torch.cat([gate[48:], up[48:]]),
         "text_decoder.decoder.layers.0.mlp.linear_fc2.weight": state[layer + "mlp.down_proj.weight"][:, 48:],
         "text_decoder.decoder.layers.0.pre_mlp_layernorm.weight": state[layer + "post_attention_layernorm.weight"],
@@ -108,7 +121,9 @@ def test_every_kind_of_split(hf, tmp_path):
         "image_encoder.encoder.downsample.weight": state["model.visual.downsample.weight"],
         "image_encoder.projector.gate_proj.weight": state["model.visual.merger.gate_proj.weight"],
         MOE.format(2) + "router.weight": state[HF.format(2) + "mlp.gate.weight"],
-        MOE.format(2) + "shared_experts.linear_fc2.weight": state[HF.format(2) + "mlp.shared_experts.down_proj.weight"][:, 24:],
+        MOE.format(2) + "shared_experts.linear_fc2.weight": state[HF.format(2) + "mlp.shared_experts.down_proj.weight"][
+            :, 24:
+        ],
     }
     for name, tensor in expected.items():
         assert torch.equal(rank[name], tensor), name
@@ -126,7 +141,9 @@ def constant_experts(tmp_path_factory):
         for name, tensor in state.items():
             if ".experts." in name:
                 value = int(name.split(".experts.")[1].split(".")[0]) + 1
-                tensor.fill_({"gate": value, "up": -value, "down": value / 2}[name.split(".")[-2].removesuffix("_proj")])
+                tensor.fill_(
+                    {"gate": value, "up": -value, "down": value / 2}[name.split(".")[-2].removesuffix("_proj")]
+                )
 
     edit_state(hf, fill)
     return hf
@@ -161,13 +178,20 @@ def test_ep_chains_of_constant_experts(constant_experts, tmp_path):
     for step, layout in enumerate([{"ep": 2}, {"ep": 4}, {}], 1):
         mm = resplit(mm, tmp_path / str(step), **layout)
     one, two = loaded(tmp_path / "0"), loaded(mm)
-    assert all(torch.equal(two[place][name], tensor) for place, tensors in one.items() for name, tensor in tensors.items())
+    assert all(
+        torch.equal(two[place][name], tensor) for place, tensors in one.items() for name, tensor in tensors.items()
+    )
 
 
 def test_both_expert_layouts_at_once_and_a_missing_expert_are_refused(hf, tmp_path):
     path = copy(hf, tmp_path / "both")
-    edit_state(path, lambda state: state.update({HF.format(2) + "mlp.experts.gate_up_proj": torch.randn(8, 96, 64).bfloat16()}))
-    with pytest.raises(UserError, match=r"two layouts, per_expert \(.*experts.0.down_proj.weight\) and stacked_hf \(.*layers.2.mlp.experts.gate_up_proj\)"):
+    edit_state(
+        path, lambda state: state.update({HF.format(2) + "mlp.experts.gate_up_proj": torch.randn(8, 96, 64).bfloat16()})
+    )
+    with pytest.raises(
+        UserError,
+        match=r"two layouts, per_expert \(.*experts.0.down_proj.weight\) and stacked_hf \(.*layers.2.mlp.experts.gate_up_proj\)",
+    ):
         to_mm(path, tmp_path / "mm")
     path = copy(hf, tmp_path / "missing")
     edit_state(path, lambda state: state.pop(HF.format(3) + "mlp.experts.5.up_proj.weight"))
@@ -183,7 +207,12 @@ def test_both_expert_layouts_at_once_and_a_missing_expert_are_refused(hf, tmp_pa
 def test_the_correction_bias_arrives_in_fp32(hf, tmp_path, layout):
     path, bias = copy(hf, tmp_path / "hf"), torch.arange(8) * 0.1
     edit_state(path, lambda state: [state[name].copy_(bias) for name in state if name.endswith("correction_bias")])
-    found = [t for tensors in loaded(to_mm(path, tmp_path / "mm", **layout)).values() for name, t in tensors.items() if name.endswith("correction_bias")]
+    found = [
+        t
+        for tensors in loaded(to_mm(path, tmp_path / "mm", **layout)).values()
+        for name, t in tensors.items()
+        if name.endswith("correction_bias")
+    ]
     assert len(found) == 3 * layout.get("tp", 1)
     assert all(tensor.dtype == torch.float32 and torch.equal(tensor, bias) for tensor in found)
 
@@ -230,7 +259,12 @@ def test_a_tensor_of_another_shape_is_refused_with_both_shapes(hf, tmp_path):
 def numbered(tmp_path_factory):
     """Eight text layers; the norm of layer i is filled with i."""
     hf = hf_folder(tmp_path_factory.mktemp("hf") / "numbered", num_hidden_layers=8)
-    edit_state(hf, lambda state: [t.fill_(int(n.split(".")[3])) for n, t in state.items() if n.endswith(".input_layernorm.weight")])
+    edit_state(
+        hf,
+        lambda state: [
+            t.fill_(int(n.split(".")[3])) for n, t in state.items() if n.endswith(".input_layernorm.weight")
+        ],
+    )
     return hf
 
 
@@ -238,12 +272,25 @@ def test_virtual_chunks_are_chunk_major(numbered, tmp_path):
     mm = to_mm(numbered, tmp_path / "mm", pp=2, vpp=2)
     held = {}
     for (folder, chunk), tensors in loaded(mm).items():
-        norms = {name: t[0].item() for name, t in tensors.items() if name.endswith("input_layernorm.weight") and name.startswith("text")}
-        held[folder, chunk] = [norms[f"text_decoder.decoder.layers.{i}.input_layernorm.weight"] for i in range(len(norms))]
-    assert held == {("mp_rank_00_000", 0): [0, 1], ("mp_rank_00_001", 0): [2, 3], ("mp_rank_00_000", 1): [4, 5], ("mp_rank_00_001", 1): [6, 7]}
+        norms = {
+            name: t[0].item()
+            for name, t in tensors.items()
+            if name.endswith("input_layernorm.weight") and name.startswith("text")
+        }
+        held[folder, chunk] = [
+            norms[f"text_decoder.decoder.layers.{i}.input_layernorm.weight"] for i in range(len(norms))
+        ]
+    assert held == {
+        ("mp_rank_00_000", 0): [0, 1],
+        ("mp_rank_00_001", 0): [2, 3],
+        ("mp_rank_00_000", 1): [4, 5],
+        ("mp_rank_00_001", 1): [6, 7],
+    }
     one = resplit(resplit(mm, tmp_path / "four", pp=4), tmp_path / "one")
     norms = loaded(one)["mp_rank_00", 0]
-    assert [norms[f"text_decoder.decoder.layers.{i}.input_layernorm.weight"][0].item() for i in range(8)] == list(range(8))
+    assert [norms[f"text_decoder.decoder.layers.{i}.input_layernorm.weight"][0].item() for i in range(8)] == list(
+        range(8)
+    )
     back, state = state_of(to_hf(one, numbered, tmp_path / "back")), state_of(numbered)
     assert all(torch.equal(back[name], state[name]) for name in state)
 
@@ -273,7 +320,12 @@ def test_layer_lists_that_do_not_fit_are_refused(tmp_path_factory, tmp_path, lis
 def test_no_layer_is_lost_when_they_do_not_divide(tmp_path, lists):
     hf = hf_folder(tmp_path / "hf", num_hidden_layers=5)
     files = loaded(to_mm(hf, tmp_path / "mm", pp=2, text=lists))
-    norms = [name for tensors in files.values() for name in tensors if name.startswith("text") and name.endswith("input_layernorm.weight")]
+    norms = [
+        name
+        for tensors in files.values()
+        for name in tensors
+        if name.startswith("text") and name.endswith("input_layernorm.weight")
+    ]
     assert len(norms) == 5
 
 
@@ -289,7 +341,10 @@ def test_no_layer_is_lost_when_they_do_not_divide(tmp_path, lists):
 )
 def test_ends_stand_on_exactly_one_stage(hf, tmp_path, lists):
     files = loaded(to_mm(hf, tmp_path / "mm", pp=4, **lists))
-    first_text, last_vision = next(i for i, n in enumerate(lists["text"]) if n), max(i for i, n in enumerate(lists["vision"]) if n)
+    first_text, last_vision = (
+        next(i for i, n in enumerate(lists["text"]) if n),
+        max(i for i, n in enumerate(lists["vision"]) if n),
+    )
     expected = {
         "text_decoder.embedding.word_embeddings.weight": first_text,
         "text_decoder.decoder.final_layernorm.weight": 3,

@@ -17,7 +17,8 @@ from mm_models.weights.model_map import build
 from tests.weights.folders import copy, edit_state, model_config, state_of, to_mm
 
 LAYOUTS = [
-    {}, {"tp": 2}, {"pp": 2}, {"pp": 2, "vpp": 2}, {"ep": 2, "dp": 2}, {"tp": 2, "pp": 2, "ep": 2, "dp": 2}, {"tp": 2, "ep": 2, "etp": 1}, {"ep": 2, "etp": 2, "dp": 4},
+    {}, {"tp": 2}, {"pp": 2}, {"pp": 2, "vpp": 2}, {"ep": 2, "dp": 2}, 
+    {"tp": 2, "pp": 2, "ep": 2, "dp": 2}, {"tp": 2, "ep": 2, "etp": 1}, {"ep": 2, "etp": 2, "dp": 4},
 ]  # fmt: skip
 
 
@@ -29,7 +30,10 @@ def place(model, layout: dict, rank: int) -> dict:
 def empty(where: dict, dtype=torch.bfloat16) -> dict[str, torch.Tensor]:
     """This rank's tensors, not filled."""
     local = build(where["model"]).local(where["coords"], where["layout"], where["model"].split(where["layout"]))
-    return {name: torch.full(one.shape, float("nan"), dtype=torch.float32 if one.tensor.hold else dtype) for name, one in local.items()}
+    return {
+        name: torch.full(one.shape, float("nan"), dtype=torch.float32 if one.tensor.hold else dtype)
+        for name, one in local.items()
+    }
 
 
 def gathered(model, layout: dict, fill, dtype=torch.bfloat16) -> dict[str, torch.Tensor]:
@@ -77,7 +81,9 @@ def test_only_the_needed_bytes_are_read(hf):
 
 def test_a_half_precision_router_is_held_in_fp32_and_nothing_else_is_cast(hf, hf_fp32, tmp_path):
     path = copy(hf, tmp_path / "hf")
-    edit_state(path, lambda state: state.update({n: t.bfloat16() for n, t in state.items() if n.endswith("mlp.gate.weight")}))
+    edit_state(
+        path, lambda state: state.update({n: t.bfloat16() for n, t in state.items() if n.endswith("mlp.gate.weight")})
+    )
     where = place(model_config(hf), {}, 0)
     tensors = empty(where)
     live.load_into(tensors, path, **where)
@@ -105,7 +111,7 @@ def test_a_model_that_is_not_the_maps_is_refused(hf):
     tensors = empty(where)
     tensors["text_decoder.extra"] = tensors.pop("text_decoder.output_layer.weight")
     tensors["text_decoder.decoder.final_layernorm.weight"] = torch.zeros(32)
-    words = r"1 missing: text_decoder.output_layer.weight; 1 unexpected: text_decoder.extra.*1 of another shape: text_decoder.decoder.final_layernorm.weight is \(32,\)"
+    words = r"1 missing: .*output_layer.weight; 1 unexpected: text_decoder.extra.*1 of another shape: .*final_layernorm.weight is \(32,\)"
     with pytest.raises(UserError, match=words):
         live.load_into(tensors, hf, **where)
 
@@ -138,7 +144,10 @@ def test_another_layout_is_refused_with_both_and_the_command(hf, tmp_path):
     checkpoint = open_checkpoint(mm)
     same = ParallelLayout(pp=2)
     live.require_same_layout(checkpoint, same, model.split(same, text_layers=[1, 3]), mm)
-    with pytest.raises(UserError, match=r"text \[\[1, 3\]\] there, vision \[\[2, 0\]\], text \[\[2, 2\]\] here.*mm-convert resplit --mm .*--llm-pp-layers '\[\[2, 2\]\]'"):
+    with pytest.raises(
+        UserError,
+        match=r"text \[\[1, 3\]\] there, vision \[\[2, 0\]\], text \[\[2, 2\]\] here.*mm-convert resplit .*--llm-pp-layers '\[\[2, 2\]\]'",
+    ):
         live.require_same_layout(checkpoint, same, model.split(same, text_layers=[2, 2]), mm)
     other = ParallelLayout(tp=2)
     with pytest.raises(UserError, match="tp 1 there, 2 here; pp 2 there, 1 here"):
@@ -200,7 +209,10 @@ def test_a_wrong_folder_is_refused(hf, tmp_path):
     where = place(model_config(hf), {}, 0)
     (tmp_path / "other").mkdir()
     (tmp_path / "other/notes.txt").write_text("x")
-    for folder, words in ((tmp_path / "nothing", "no such folder"), (tmp_path / "other", "no latest_checkpointed_iteration.txt")):
+    for folder, words in (
+        (tmp_path / "nothing", "no such folder"),
+        (tmp_path / "other", "no latest_checkpointed_iteration.txt"),
+    ):
         with pytest.raises(UserError, match=words):
             live.load_into(empty(where), folder, **where)
     (tmp_path / "other/config.json").write_text(json.dumps({"model_type": "bert"}))

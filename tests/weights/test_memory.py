@@ -27,10 +27,14 @@ print(status, peak_rss(), *heavy)
 def large_folder(path, megabytes: int):
     """A folder of holes in 20 MB shards: twice the experts for twice the size, the same layers."""
     experts = megabytes // 400 * 64
-    config = tiny_glm_config(hidden_size=512, out_hidden_size=512, moe_intermediate_size=680, n_routed_experts=experts, num_experts_per_tok=2)
+    config = tiny_glm_config(
+        hidden_size=512, out_hidden_size=512, moe_intermediate_size=680, n_routed_experts=experts, num_experts_per_tok=2
+    )
     path.mkdir()
     (path / "config.json").write_text(json.dumps(config.to_dict()))
-    tensors = [(t.name, "F32" if t.hold else "BF16", t.shape) for t in build(model_config(path)).hf("per_expert").values()]
+    tensors = [
+        (t.name, "F32" if t.hold else "BF16", t.shape) for t in build(model_config(path)).hf("per_expert").values()
+    ]
     shards, weight_map = [[]], {}
     for tensor in tensors:
         if sum(2 * volume(t[2]) for t in shards[-1]) > 20 << 20:
@@ -45,7 +49,9 @@ def large_folder(path, megabytes: int):
 
 
 def peak(*arguments: object) -> tuple[int, list[str]]:
-    done = subprocess.run([sys.executable, "-c", MEASURE, *map(str, arguments)], capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", MEASURE, *map(str, arguments)], capture_output=True, text=True, check=True
+    )
     status, rss, *heavy = done.stdout.splitlines()[-1].split()
     assert status == "0", done.stderr
     return int(rss), heavy

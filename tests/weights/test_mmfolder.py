@@ -34,7 +34,12 @@ def test_local_names_count_from_zero_in_each_chunk():
     split = ModelSplit(vision=StageSplit(((1, 1), (0, 0))), text=StageSplit(((0, 1), (2, 1))))
     for name, key, stage, chunk in (
         ("text_decoder.decoder.layers.2.mlp.router.weight", "text_decoder.decoder.layers.1.mlp.router.weight", 0, 1),
-        ("text_decoder.decoder.layers.3.input_layernorm.weight", "text_decoder.decoder.layers.0.input_layernorm.weight", 1, 1),
+        (
+            "text_decoder.decoder.layers.3.input_layernorm.weight",
+            "text_decoder.decoder.layers.0.input_layernorm.weight",
+            1,
+            1,
+        ),
         ("image_encoder.encoder.blocks.layers.1.x", "image_encoder.encoder.blocks.layers.0.x", 1, 0),
         ("text_decoder.output_layer.weight", "text_decoder.output_layer.weight", 1, 1),
     ):
@@ -55,13 +60,38 @@ def test_the_right_folder_is_found(mm):
     [
         (None, "goood", None, r"no such folder. Did you mean .*good\?"),
         (lambda p: (p / "empty").mkdir(), "empty", None, "empty, expected a checkpoint folder"),
-        (lambda p: (p / "good/latest_checkpointed_iteration.txt").unlink(), "good", None, "holds release but no latest_checkpointed"),
+        (
+            lambda p: (p / "good/latest_checkpointed_iteration.txt").unlink(),
+            "good",
+            None,
+            "holds release but no latest_checkpointed",
+        ),
         (None, ".", None, r"not a checkpoint folder. Did you mean .*good\?"),
-        (lambda p: (p / "good/config.json").write_text("{}"), "good", 5, "iter_0000005 is not there, but it was asked for. Complete checkpoints here: release"),
-        (lambda p: (p / "good/latest_checkpointed_iteration.txt").write_text("7"), "good", None, "iter_0000007 is not there, but latest"),
+        (
+            lambda p: (p / "good/config.json").write_text("{}"),
+            "good",
+            5,
+            "iter_0000005 is not there, but it was asked for. Complete checkpoints here: release",
+        ),
+        (
+            lambda p: (p / "good/latest_checkpointed_iteration.txt").write_text("7"),
+            "good",
+            None,
+            "iter_0000007 is not there, but latest",
+        ),
         (lambda p: (p / "good/latest_checkpointed_iteration.txt").write_text("soon"), "good", None, "says 'soon'"),
-        (lambda p: (p / "good/release/manifest.json").unlink(), "good", None, "no manifest.json, so it is not a complete checkpoint"),
-        (lambda p: (p / "good/release/manifest.json").unlink(), "good/release", None, "holds rank folders but no manifest.json"),
+        (
+            lambda p: (p / "good/release/manifest.json").unlink(),
+            "good",
+            None,
+            "no manifest.json, so it is not a complete checkpoint",
+        ),
+        (
+            lambda p: (p / "good/release/manifest.json").unlink(),
+            "good/release",
+            None,
+            "holds rank folders but no manifest.json",
+        ),
         (lambda p: (p / "file").write_text(""), "file", None, "a file, expected a checkpoint folder"),
     ],
 )
@@ -86,7 +116,7 @@ def test_a_missing_or_short_file_is_named(mm, tmp_path):
     with pytest.raises(UserError, match=r"mp_rank_01_000/model_optim_rng.pt: has \d+ bytes, the manifest needs"):
         open_checkpoint(path)
     file.unlink()
-    with pytest.raises(UserError, match="mp_rank_01_000/model_optim_rng.pt: missing, the manifest names it"):
+    with pytest.raises(UserError, match=r"mp_rank_01_000/model_optim_rng.pt: missing, the manifest names it"):
         open_checkpoint(path)
 
 
@@ -117,7 +147,10 @@ def test_publishing_replaces_and_moves_the_tracker(tmp_path):
         assert mmfolder.publish(tmp) == tmp_path / "run/iter_0000003"
     assert (tmp_path / "run/iter_0000003/manifest.json").read_text() == "two"
     assert (tmp_path / "run/latest_checkpointed_iteration.txt").read_text() == "3"
-    assert sorted(child.name for child in (tmp_path / "run").iterdir()) == ["iter_0000003", "latest_checkpointed_iteration.txt"]
+    assert sorted(child.name for child in (tmp_path / "run").iterdir()) == [
+        "iter_0000003",
+        "latest_checkpointed_iteration.txt",
+    ]
     with pytest.raises(UserError, match="exists already"):
         mmfolder.begin(tmp_path / "run", 3, overwrite=False)
 

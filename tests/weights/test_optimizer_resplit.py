@@ -38,7 +38,11 @@ def with_optimizer(mm, *, dp: int, frozen=()) -> None:
         folder = tmp / shard.folder
         folder.mkdir()
         content = torch.load(checkpoint.folder / shard.folder / mmfolder.MODEL_FILE, weights_only=True)
-        torch.save(content | {"iteration": STEP, "args": {"lr": 1e-4}, "consumed_train_samples": 34, "rng_state": [torch.zeros(3)]}, folder / mmfolder.MODEL_FILE)
+        torch.save(
+            content
+            | {"iteration": STEP, "args": {"lr": 1e-4}, "consumed_train_samples": 34, "rng_state": [torch.zeros(3)]},
+            folder / mmfolder.MODEL_FILE,
+        )
         moments += optimizer_files(shard, folder, dp, frozen)
     found = {entry.file: ptfile.scan(tmp / entry.file)[1] for entry in manifest.tensors}
     tensors = [{**asdict(e), "offset": found[e.file][e.container, e.key].offset} for e in manifest.tensors]
@@ -47,7 +51,9 @@ def with_optimizer(mm, *, dp: int, frozen=()) -> None:
 
 
 def optimizer_files(shard, folder, dp, frozen) -> list[Moment]:
-    trained = {n: t for n, t in shard.tensors.items() if t.tensor.kind == "param" and not n.startswith(tuple(frozen) or ("-",))}
+    trained = {
+        n: t for n, t in shard.tensors.items() if t.tensor.kind == "param" and not n.startswith(tuple(frozen) or ("-",))
+    }
     moments = []
     for rank in range(dp):
         params = {}
@@ -62,7 +68,9 @@ def optimizer_files(shard, folder, dp, frozen) -> list[Moment]:
                 whole = torch.empty(local.shape)
                 for region in local.regions:
                     cut = tuple(slice(s, s + n) for s, n in zip(region.start, region.extent))
-                    whole[tuple(slice(s, s + n) for s, n in zip(region.local, region.extent))] = moment(local.tensor.canonical, part, local.tensor.shape)[cut]
+                    whole[tuple(slice(s, s + n) for s, n in zip(region.local, region.extent))] = moment(
+                        local.tensor.canonical, part, local.tensor.shape
+                    )[cut]
                 params[name][part] = whole.flatten()[start:stop].clone()
         if not params:
             continue
@@ -95,7 +103,11 @@ def assert_moments(mm, frozen=()) -> None:
     manifest, wmap = checkpoint.manifest, build(checkpoint.manifest.model)
     assert manifest.iteration == STEP and not verify(checkpoint)
     for shard in shards(wmap, manifest.layout, manifest.split):
-        trained = [n for n, t in shard.tensors.items() if t.tensor.kind == "param" and not n.startswith(tuple(frozen) or ("-",))]
+        trained = [
+            n
+            for n, t in shard.tensors.items()
+            if t.tensor.kind == "param" and not n.startswith(tuple(frozen) or ("-",))
+        ]
         files = list((checkpoint.folder / shard.folder).glob("optim_*"))
         assert [f.name for f in files] == (["optim_dp000.pt"] if trained else [])
         if not trained:
@@ -113,7 +125,9 @@ def assert_moments(mm, frozen=()) -> None:
                 got, whole = saved[part].view(local.shape), moment(local.tensor.canonical, part, local.tensor.shape)
                 for region in local.regions:
                     here = got[tuple(slice(s, s + n) for s, n in zip(region.local, region.extent))]
-                    assert torch.equal(here, whole[tuple(slice(s, s + n) for s, n in zip(region.start, region.extent))]), (name, part)
+                    assert torch.equal(
+                        here, whole[tuple(slice(s, s + n) for s, n in zip(region.start, region.extent))]
+                    ), (name, part)
 
 
 @pytest.mark.parametrize("dp", [1, 2, 3])
@@ -144,7 +158,9 @@ def test_the_training_position_is_carried_and_random_states_are_not(hf, tmp_path
     resplit(mm, tmp_path / "out", pp=2)
     for stage in range(2):
         content = torch.load(tmp_path / f"out/iter_0000017/mp_rank_00_00{stage}/model_optim_rng.pt", weights_only=True)
-        assert content["iteration"] == 17 and content["args"] == {"lr": 1e-4} and content["consumed_train_samples"] == 34
+        assert (
+            content["iteration"] == 17 and content["args"] == {"lr": 1e-4} and content["consumed_train_samples"] == 34
+        )
         assert "rng_state" not in content and content["checkpoint_version"] == 3.0
 
 
@@ -173,7 +189,9 @@ def test_files_that_disagree_about_the_step_are_refused(hf, tmp_path):
     content = torch.load(file, weights_only=True)
     content["step"] = 16
     torch.save(content, file)
-    with pytest.raises(UserError, match=r"disagree about the step \(17 in mp_rank_00/optim_dp000.pt, 16 in mp_rank_01/optim_dp000.pt\)"):
+    with pytest.raises(
+        UserError, match=r"disagree about the step \(17 in mp_rank_00/optim_dp000.pt, 16 in mp_rank_01/optim_dp000.pt\)"
+    ):
         resplit(mm, tmp_path / "out")
 
 
@@ -183,7 +201,11 @@ def test_a_range_that_is_missing_is_refused(hf, tmp_path):
     path = mm / "iter_0000017/manifest.json"
     manifest = json.loads(path.read_text())
     name = "text_decoder.output_layer.weight"
-    manifest["optimizer"] = [r for r in manifest["optimizer"] if not (r["name"] == name and r["part"] == "exp_avg" and r["file"].endswith("001.pt"))]
+    manifest["optimizer"] = [
+        r
+        for r in manifest["optimizer"]
+        if not (r["name"] == name and r["part"] == "exp_avg" and r["file"].endswith("001.pt"))
+    ]
     path.write_text(json.dumps(manifest))
     with pytest.raises(UserError, match=rf"{name}.exp_avg: .*have no source"):
         resplit(mm, tmp_path / "out", tp=2)
@@ -193,6 +215,11 @@ def test_a_range_that_is_missing_is_refused(hf, tmp_path):
 def test_an_iteration_can_be_chosen(hf, tmp_path):
     mm = to_mm(hf, tmp_path / "mm")
     with_optimizer(mm, dp=1)
-    verbs.resplit(open_checkpoint(mm, "release"), tmp_path / "out", verbs.Target(layout=ParallelLayout(tp=2)), options=verbs.Options(say=lambda t: None))
+    verbs.resplit(
+        open_checkpoint(mm, "release"),
+        tmp_path / "out",
+        verbs.Target(layout=ParallelLayout(tp=2)),
+        options=verbs.Options(say=lambda t: None),
+    )
     assert open_checkpoint(tmp_path / "out").manifest.iteration is None
     assert not open_checkpoint(tmp_path / "out").manifest.optimizer

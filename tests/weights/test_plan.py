@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -19,7 +21,7 @@ def cuts(draw, size: int) -> list[tuple[int, int]]:
     """A partition of [0, size) into intervals."""
     inner = sorted(draw(st.sets(st.integers(1, size - 1), max_size=3)))
     edges = [0, *inner, size]
-    return list(zip(edges, edges[1:]))
+    return list(itertools.pairwise(edges))
 
 
 @st.composite
@@ -34,10 +36,21 @@ def fragments(cells, data: np.ndarray | None, dtype="I32", tensor="t"):
     """One fragment per cell, in memory, filled from `data` or empty."""
     found = []
     for number, (start, extent) in enumerate(cells):
-        values = np.full(extent, -1, np.int32) if data is None else data[tuple(slice(s, s + n) for s, n in zip(start, extent))].copy()
+        values = (
+            np.full(extent, -1, np.int32)
+            if data is None
+            else data[tuple(slice(s, s + n) for s, n in zip(start, extent))].copy()
+        )
         memory = memoryview(values.reshape(-1).view(np.uint8))
         placement = Placement(tensor, start, (0,) * len(extent), extent)
-        found.append((Fragment(label=f"{tensor}[{number}]", dtype=dtype, shape=extent, placements=(placement,), memory=memory), values))
+        found.append(
+            (
+                Fragment(
+                    label=f"{tensor}[{number}]", dtype=dtype, shape=extent, placements=(placement,), memory=memory
+                ),
+                values,
+            )
+        )
     return found
 
 
@@ -63,13 +76,13 @@ def test_a_missing_source_and_a_doubled_one_are_found(data):
     cells, targets = data.draw(shardings()), [f for f, _ in fragments(data.draw(shardings()), None)]
     sources = [f for f, _ in fragments(cells, whole)]
     victim = data.draw(st.integers(0, len(sources) - 1))
-    with pytest.raises(UserError, match="have no source|no source holds|elements would be written"):
+    with pytest.raises(UserError, match=r"have no source|no source holds|elements would be written"):
         plan([f for i, f in enumerate(sources) if i != victim], targets, {"t": SHAPE})
     start, extent = cells[victim]
     if volume(extent) > 1:  # a cell that overlaps, without being a copy
         dim = max(range(3), key=lambda d: extent[d])
         smaller = tuple(n - 1 if d == dim else n for d, n in enumerate(extent))
-        (extra, _), = fragments([(start, smaller)], whole)
+        ((extra, _),) = fragments([(start, smaller)], whole)
         with pytest.raises(UserError, match="are in both"):
             plan([*sources, extra], targets, {"t": SHAPE})
 
@@ -89,7 +102,9 @@ def test_copies_are_read_once_and_reported():
     sources = [fragments(cells, whole)[0][0] for _ in range(3)]
     targets = [fragments(cells, None)[0] for _ in range(2)]
     planned = plan(sources, [f for f, _ in targets], {"t": SHAPE})
-    assert planned.bytes_read == whole.nbytes and planned.bytes_written == 2 * whole.nbytes and len(planned.replicas) == 2
+    assert (
+        planned.bytes_read == whole.nbytes and planned.bytes_written == 2 * whole.nbytes and len(planned.replicas) == 2
+    )
     execute(planned)
     assert all(np.array_equal(values, whole) for _, values in targets)
 

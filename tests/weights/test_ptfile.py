@@ -31,7 +31,9 @@ def fill(path, found):
     generator, crcs, expected = np.random.default_rng(0), [], {}
     with path.open("r+b") as file:
         for key, tensor in found.items():
-            data = generator.integers(0, 2 if tensor.dtype == "BOOL" else 100, volume(tensor.shape) * ITEMSIZE[tensor.dtype], np.uint8).tobytes()
+            data = generator.integers(
+                0, 2 if tensor.dtype == "BOOL" else 100, volume(tensor.shape) * ITEMSIZE[tensor.dtype], np.uint8
+            ).tobytes()
             os.pwrite(file.fileno(), data, tensor.offset)
             crcs.append((tensor, zlib.crc32(data)))
             expected[key] = torch.frombuffer(bytearray(data), dtype=torch_dtype(tensor.dtype)).reshape(tensor.shape)
@@ -76,7 +78,9 @@ def test_scan_reads_back_what_was_written(written):
     path, found, _ = written
     content, again = ptfile.scan(path)
     assert {key: value for key, value in content.items() if key in PLAIN} == PLAIN
-    assert {k: (f.dtype, f.shape, f.offset) for k, f in again.items()} == {k: (f.dtype, f.shape, f.offset) for k, f in found.items()}
+    assert {k: (f.dtype, f.shape, f.offset) for k, f in again.items()} == {
+        k: (f.dtype, f.shape, f.offset) for k, f in found.items()
+    }
 
 
 def test_files_beyond_four_gigabytes(tmp_path):
@@ -94,9 +98,11 @@ def test_files_beyond_four_gigabytes(tmp_path):
 def test_scan_reads_what_torch_saved(tmp_path):
     path, whole = tmp_path / "t.pt", torch.randn(10, 6)
     content = {
-        "whole": whole, "rows": whole[2:5], "parameter": torch.nn.Parameter(torch.randn(3)), "scalar": torch.tensor(2.5),
+        "whole": whole, "rows": whole[2:5], "parameter": torch.nn.Parameter(torch.randn(3)),
+        "scalar": torch.tensor(2.5),
         "args": argparse.Namespace(lr=0.1, names=["a"]), "rng": [random.Random(0).getstate(), torch.get_rng_state()],
-        "size": torch.Size([2, 3]), "dtype": torch.bfloat16, "bytes": b"\x00\xff", "set": {1, 2}, "half": torch.ones(2, dtype=torch.float16),
+        "size": torch.Size([2, 3]), "dtype": torch.bfloat16, "bytes": b"\x00\xff", "set": {1, 2},
+        "half": torch.ones(2, dtype=torch.float16),
     }  # fmt: skip
     torch.save(content, path)
     read, found = ptfile.scan(path)
