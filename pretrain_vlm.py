@@ -36,7 +36,9 @@ def get_batch(data_iterator: Iterator[MicroBatch]) -> MicroBatch:
     return next(data_iterator)
 
 
-def loss_func(batch: MicroBatch, output_tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
+def loss_func(
+    batch: MicroBatch, output_tensor: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
     """(loss, labelled tokens, report). The loss carries its final factor; core and DDP only sum after it."""
     import torch
 
@@ -49,11 +51,15 @@ def forward_step(data_iterator: Iterator[MicroBatch], model: torch.nn.Module):
     from mm_models.mcore.session import current
 
     batch = get_batch(data_iterator)
-    current().position.at("forward and backward", micro_batch=batch.index, chunk=getattr(model.module, "vp_stage", None))
+    current().position.at(
+        "forward and backward", micro_batch=batch.index, chunk=getattr(model.module, "vp_stage", None)
+    )
     return model(batch.data), partial(loss_func, batch)
 
 
-def train_valid_test_datasets_provider(train_val_test_num_samples: tuple[int, int, int], *, consumed_samples: int = 0, needs: frozenset[str]):
+def train_valid_test_datasets_provider(
+    train_val_test_num_samples: tuple[int, int, int], *, consumed_samples: int = 0, needs: frozenset[str]
+):
     """(train, None, None): a loader of endless micro-batches for this data-parallel rank, from `consumed_samples` on."""
     from mm_models.data.loader import build_loader
     from mm_models.mcore.session import current

@@ -23,7 +23,12 @@ _REQUIRED = object()
 
 
 def _flag(
-    default: Any, text: str, *, least: float | None = None, choices: tuple[str, ...] | None = None, spelled: str | None = None
+    default: Any,
+    text: str,
+    *,
+    least: float | None = None,
+    choices: tuple[str, ...] | None = None,
+    spelled: str | None = None,
 ) -> Any:
     meta = {"help": text, "least": least, "choices": choices, "spelled": spelled, "required": default is _REQUIRED}
     return field(metadata=meta) if default is _REQUIRED else field(default=default, metadata=meta)
@@ -37,7 +42,9 @@ class Arguments:
     mm_model: str = _flag(_REQUIRED, "model.json: which components, how large, what is frozen, how stages split")
     mm_data: str = _flag(_REQUIRED, "data.json: the dataset, its template and its collator")
     plugin: tuple[str, ...] = _flag((), "modules or .py files that add registry entries (one flag, several values)")
-    num_workers: int | None = _flag(None, "loader processes per rank (default: dataloader_param.num_workers of data.json)", least=0)
+    num_workers: int | None = _flag(
+        None, "loader processes per rank (default: dataloader_param.num_workers of data.json)", least=0
+    )
 
     # Topology
     tensor_model_parallel_size: int = _flag(1, "TP: ranks a tensor is cut over", least=1)
@@ -47,7 +54,9 @@ class Arguments:
     expert_tensor_parallel_size: int | None = _flag(None, "ETP: ranks one expert is cut over (default: TP)", least=1)
     context_parallel_size: int = _flag(1, "CP: only 1 for now", least=1)
     sequence_parallel: bool = _flag(False, "keep activations of the text decoder cut along the sequence over TP")
-    distributed_backend: str | None = _flag(None, "communication backend (default: the device's own)", choices=("gloo", "nccl", "hccl"))
+    distributed_backend: str | None = _flag(
+        None, "communication backend (default: the device's own)", choices=("gloo", "nccl", "hccl")
+    )
     distributed_timeout_minutes: int = _flag(10, "a collective that waits longer stops the run", least=1)
 
     # Steps and batches
@@ -60,19 +69,29 @@ class Arguments:
     # Optimizer
     lr: float = _flag(_REQUIRED, "highest learning rate", least=0.0)
     min_lr: float = _flag(0.0, "lowest learning rate of the decay", least=0.0)
-    lr_decay_style: str = _flag("linear", "shape of the decay after the warm-up", choices=("constant", "linear", "cosine"))
+    lr_decay_style: str = _flag(
+        "linear", "shape of the decay after the warm-up", choices=("constant", "linear", "cosine")
+    )
     lr_decay_iters: int | None = _flag(None, "iterations the decay spans (default: --train-iters)", least=1)
     lr_warmup_iters: int | None = _flag(None, "iterations of linear warm-up (default: 0)", least=0)
-    lr_warmup_fraction: float | None = _flag(None, "warm-up as a fraction of the decay, in place of iterations", least=0.0)
+    lr_warmup_fraction: float | None = _flag(
+        None, "warm-up as a fraction of the decay, in place of iterations", least=0.0
+    )
     lr_warmup_init: float = _flag(0.0, "learning rate the warm-up starts from", least=0.0)
     weight_decay: float = _flag(0.01, "decoupled decay; biases and one-dimensional parameters have none", least=0.0)
     adam_beta1: float = _flag(0.9, "first-moment decay", least=0.0)
     adam_beta2: float = _flag(0.999, "second-moment decay", least=0.0)
     adam_eps: float = _flag(1e-8, "added to the root of the second moment", least=0.0)
-    clip_grad: float = _flag(1.0, "largest global gradient norm; 0 switches clipping off, the norm is logged either way", least=0.0)
+    clip_grad: float = _flag(
+        1.0, "largest global gradient norm; 0 switches clipping off, the norm is logged either way", least=0.0
+    )
     use_distributed_optimizer: bool = _flag(False, "shard optimizer state over data-parallel ranks")
-    override_opt_param_scheduler: bool = _flag(False, "at resume: the command line's learning-rate schedule wins", spelled="--override-opt_param-scheduler")
-    use_checkpoint_opt_param_scheduler: bool = _flag(False, "at resume: the saved learning-rate schedule wins", spelled="--use-checkpoint-opt_param-scheduler")
+    override_opt_param_scheduler: bool = _flag(
+        False, "at resume: the command line's learning-rate schedule wins", spelled="--override-opt_param-scheduler"
+    )
+    use_checkpoint_opt_param_scheduler: bool = _flag(
+        False, "at resume: the saved learning-rate schedule wins", spelled="--use-checkpoint-opt_param-scheduler"
+    )
 
     # Precision and operators
     bf16: bool = _flag(False, "bfloat16 parameters and activations, fp32 masters and gradient sums")
@@ -82,9 +101,13 @@ class Arguments:
     use_fused_rotary_pos_emb: bool = _flag(False, "the device's fused rotary embedding; refused where there is none")
 
     # Recompute
-    recompute_granularity: str | None = _flag(None, "what backward computes again instead of storing", choices=("full", "selective"))
+    recompute_granularity: str | None = _flag(
+        None, "what backward computes again instead of storing", choices=("full", "selective")
+    )
     recompute_method: str | None = _flag(None, "full recompute: how layers are chosen", choices=("uniform", "block"))
-    recompute_num_layers: int | None = _flag(None, "full recompute: layers per unit (uniform) or per stage (block)", least=1)
+    recompute_num_layers: int | None = _flag(
+        None, "full recompute: layers per unit (uniform) or per stage (block)", least=1
+    )
 
     # Checkpoints
     load: str | None = _flag(None, "Hugging Face folder, converted folder or training checkpoint to start from")
@@ -95,24 +118,36 @@ class Arguments:
     no_load_rng: bool = _flag(False, "do not take the random states of --load")
     exit_on_missing_checkpoint: bool = _flag(False, "accepted and always so: a --load that holds nothing is an error")
     save: str | None = _flag(None, "folder training checkpoints go to")
-    save_interval: int | None = _flag(None, "iterations between checkpoints (the last iteration is always saved)", least=1)
+    save_interval: int | None = _flag(
+        None, "iterations between checkpoints (the last iteration is always saved)", least=1
+    )
     no_save_optim: bool = _flag(False, "leave the optimizer state out of checkpoints")
 
     # Watching
     log_interval: int = _flag(1, "iterations between log lines", least=1)
     log_metrics: str | None = _flag(None, "file that gets one JSON object per iteration, numbers in full precision")
     tensorboard_dir: str | None = _flag(None, "folder for TensorBoard scalars")
-    check_replicas: int = _flag(0, "compare replicated tensors across ranks every N iterations, at load and at save; 0: never", least=0)
-    check_batches: int = _flag(100, "compare sample ids across model-parallel ranks every N iterations after the first five", least=1)
+    check_replicas: int = _flag(
+        0, "compare replicated tensors across ranks every N iterations, at load and at save; 0: never", least=0
+    )
+    check_batches: int = _flag(
+        100, "compare sample ids across model-parallel ranks every N iterations after the first five", least=1
+    )
     check: bool = _flag(False, "validate flags, files and layout, then stop")
 
     def as_dict(self) -> dict[str, Any]:
         """Plain values, for a checkpoint."""
-        return {name: list(value) if isinstance(value, tuple) else value for name, value in dataclasses.asdict(self).items()}
+        return {
+            name: list(value) if isinstance(value, tuple) else value for name, value in dataclasses.asdict(self).items()
+        }
 
 
 SYNONYMS = {"--learning-rate": "--lr", "--batch-size": "--micro-batch-size", "--tp": "--tensor-model-parallel-size"}
-SYNONYMS |= {"--pp": "--pipeline-model-parallel-size", "--ep": "--expert-model-parallel-size", "--max-steps": "--train-iters"}
+SYNONYMS |= {
+    "--pp": "--pipeline-model-parallel-size",
+    "--ep": "--expert-model-parallel-size",
+    "--max-steps": "--train-iters",
+}
 """What people type for a flag whose name is far from it: only used to name the flag they meant."""
 
 
@@ -178,7 +213,15 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-_METAVARS = {"int": "N", "int | None": "N", "float": "X", "float | None": "X", "str": "PATH", "str | None": "PATH", "tuple[str, ...]": "NAME"}
+_METAVARS = {
+    "int": "N",
+    "int | None": "N",
+    "float": "X",
+    "float | None": "X",
+    "str": "PATH",
+    "str | None": "PATH",
+    "tuple[str, ...]": "NAME",
+}
 
 
 def _reader(kind: str, least: float | None, choices: tuple[str, ...] | None):
@@ -201,7 +244,9 @@ def _reader(kind: str, least: float | None, choices: tuple[str, ...] | None):
 
 def _whole(word: str) -> int:
     if not re.fullmatch(r"-?(0|[1-9][0-9]*)", word):
-        raise argparse.ArgumentTypeError(f"got {word!r}, expected a whole number such as 12 (no leading zero, separator or exponent)")
+        raise argparse.ArgumentTypeError(
+            f"got {word!r}, expected a whole number such as 12 (no leading zero, separator or exponent)"
+        )
     return int(word)
 
 

@@ -67,7 +67,9 @@ def labelled(data: dict[str, Any]) -> int:
     return int((data["labels"][:, 1:] != IGNORED).sum())
 
 
-def gather_step(loader: Iterator[dict[str, Any]], *, count: int, loss_type: str, counts: bool, device: torch.device) -> StepBatches:
+def gather_step(
+    loader: Iterator[dict[str, Any]], *, count: int, loss_type: str, counts: bool, device: torch.device
+) -> StepBatches:
     """Read `count` micro-batches and agree on the loss divisors with all ranks.
 
     `counts` says whether this rank's labels enter the sum: true on exactly one rank of each model-parallel group (the first
@@ -83,7 +85,9 @@ def gather_step(loader: Iterator[dict[str, Any]], *, count: int, loss_type: str,
     tokens, parts, all_tokens = total.tolist()
     per_token = loss_type == "per_token_loss"
     micro = tuple(
-        MicroBatch(index=index, data=data, tokens=max(1, tokens if per_token else n), parts=1 if per_token else max(1, parts))
+        MicroBatch(
+            index=index, data=data, tokens=max(1, tokens if per_token else n), parts=1 if per_token else max(1, parts)
+        )
         for index, (data, n) in enumerate(zip(read, here, strict=True))
     )
     return StepBatches(micro=micro, tokens=tokens, parts=parts, all_tokens=all_tokens)
@@ -96,7 +100,12 @@ def move(data: dict[str, Any], device: torch.device) -> dict[str, Any]:
 
 def empty_ids(step: StepBatches) -> list[int]:
     """Sample ids of this rank's micro-batches that have no label at all."""
-    return [id for micro in step.micro if "labels" in micro.data and labelled(micro.data) == 0 for id in micro.data["sample_ids"]]
+    return [
+        id
+        for micro in step.micro
+        if "labels" in micro.data and labelled(micro.data) == 0
+        for id in micro.data["sample_ids"]
+    ]
 
 
 def fingerprint(sample_ids: Sequence[int]) -> int:
@@ -105,7 +114,9 @@ def fingerprint(sample_ids: Sequence[int]) -> int:
     return int.from_bytes(digest, "little") >> 2
 
 
-def check_same_samples(sample_ids: Sequence[int], *, group: torch.distributed.ProcessGroup, device: torch.device, step: int) -> None:
+def check_same_samples(
+    sample_ids: Sequence[int], *, group: torch.distributed.ProcessGroup, device: torch.device, step: int
+) -> None:
     """Refuse ranks of one model-parallel group that hold different samples. One all-reduce when all is well."""
     mine = fingerprint(sample_ids)
     extremes = torch.tensor([mine, -mine], dtype=torch.int64, device=device)

@@ -11,23 +11,25 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import torch
 
 from mm_models.errors import UserError
-from mm_models.mcore import log, optimizer as optim, rng, schedule_lr
+from mm_models.mcore import log, rng, schedule_lr
+from mm_models.mcore import optimizer as optim
 from mm_models.mcore.arguments import option
 from mm_models.mcore.session import Session
 from mm_models.mcore.validation import RunPlan
 from mm_models.weights import hffolder, live, mmfolder
 from mm_models.weights.manifest import Checkpoint, open_checkpoint, verify
 
-FREE_ARGS = frozenset(
-    "load save save_interval no_save_optim from_scratch finetune no_load_optim no_load_rng ckpt_step exit_interval check plugin mm_model mm_data "
-    "num_workers log_interval log_metrics tensorboard_dir check_replicas check_batches distributed_timeout_minutes "
-    "distributed_backend use_checkpoint_opt_param_scheduler override_opt_param_scheduler exit_on_missing_checkpoint".split()
-)
+FREE_ARGS = {
+    "load", "ckpt_step", "from_scratch", "finetune", "no_load_optim", "no_load_rng", "exit_on_missing_checkpoint",
+    "save", "save_interval", "no_save_optim", "mm_model", "mm_data", "plugin", "num_workers", "exit_interval", "check",
+    "log_interval", "log_metrics", "tensorboard_dir", "check_replicas", "check_batches",
+    "distributed_backend", "distributed_timeout_minutes",
+    "use_checkpoint_opt_param_scheduler", "override_opt_param_scheduler",
+}  # fmt: skip
 """Flags that may differ at resume without a word: they change no number."""
 
 
@@ -43,7 +45,11 @@ class Progress:
     def after(self, *, samples: int, skipped: bool) -> Progress:
         """One iteration further."""
         return replace(
-            self, iteration=self.iteration + 1, consumed_samples=self.consumed_samples + samples, skipped=self.skipped + skipped, rng=None
+            self,
+            iteration=self.iteration + 1,
+            consumed_samples=self.consumed_samples + samples,
+            skipped=self.skipped + skipped,
+            rng=None,
         )
 
 
@@ -68,7 +74,9 @@ def check_source(plan: RunPlan) -> Source | None:
     folder = Path(args.load)
     if folder.is_dir() and hffolder.is_hf_folder(folder):
         if args.ckpt_step is not None:
-            raise UserError(f"--ckpt-step {args.ckpt_step}: {folder} is a Hugging Face folder, which has no iterations. Drop the flag.")
+            raise UserError(
+                f"--ckpt-step {args.ckpt_step}: {folder} is a Hugging Face folder, which has no iterations. Drop the flag."
+            )
         return Source(folder=folder, checkpoint=None)
     checkpoint = open_checkpoint(folder, args.ckpt_step)
     live.require_same_layout(checkpoint, plan.layout, plan.split, folder)
@@ -76,9 +84,15 @@ def check_source(plan: RunPlan) -> Source | None:
     if not source.resumes or args.finetune:
         return source
     if checkpoint.manifest.iteration >= args.train_iters:
-        raise UserError(f"{checkpoint.folder}: stands at iteration {checkpoint.manifest.iteration}, and --train-iters is {args.train_iters}: nothing to do. Raise --train-iters.")
+        raise UserError(
+            f"{checkpoint.folder}: stands at iteration {checkpoint.manifest.iteration}, and --train-iters is {args.train_iters}: "
+            "nothing to do. Raise --train-iters."
+        )
     if not args.no_load_optim and not checkpoint.manifest.optimizer:
-        raise UserError(f"{checkpoint.folder}: holds no optimizer state. Start it afresh with --no-load-optim, or take only the weights with --finetune.")
+        raise UserError(
+            f"{checkpoint.folder}: holds no optimizer state. Start it afresh with --no-load-optim, "
+            "or take only the weights with --finetune."
+        )
     return source
 
 
@@ -110,7 +124,9 @@ def resume(trainer, source: Source | None) -> Progress:
     folder = source.checkpoint.folder
     dense = _folders(session)[0]
     state = load_file(folder / dense / mmfolder.MODEL_FILE)
-    lines = [f"resumed from {folder}: iteration {state['iteration']}, {state['consumed_train_samples']} samples consumed"]
+    lines = [
+        f"resumed from {folder}: iteration {state['iteration']}, {state['consumed_train_samples']} samples consumed"
+    ]
     lines += _changed_args(state["args"], args.as_dict())
     if args.no_load_optim:
         lines.append("optimizer state not loaded (--no-load-optim): moments start at zero, masters from the weights")
@@ -121,9 +137,12 @@ def resume(trainer, source: Source | None) -> Progress:
     states = state.get("rng_state")
     if args.no_load_rng:
         states = None
-        lines.append("random states not loaded (--no-load-rng): seeded from --seed")
+        lines.append("random states not loaded (--no-load-rng): seeded from --seed and the iteration")
     elif not states or len(states) != session.layout.dp:
-        lines.append(f"random states are those of {len(states or ())} data-parallel ranks, this run has {session.layout.dp}: seeded from --seed and the iteration")
+        lines.append(
+            f"random states are those of {len(states or ())} data-parallel ranks, this run has {session.layout.dp}: "
+            "seeded from --seed and the iteration"
+        )
         states = None
     log.say(session.rank, *lines)
     return Progress(
@@ -139,7 +158,9 @@ def _resume_optimizer(trainer, checkpoint: Checkpoint) -> list[str]:
     folders = set(_folders(trainer.session))
     mine = [moment for moment in checkpoint.manifest.optimizer if moment.file.split("/")[0] in folders]
     if faults := verify(checkpoint, mine):
-        raise UserError(f"{checkpoint.folder}: damaged: {'; '.join(faults)}. Restore the file, or load another iteration with --ckpt-step.")
+        raise UserError(
+            f"{checkpoint.folder}: damaged: {'; '.join(faults)}. Restore the file, or load another iteration with --ckpt-step."
+        )
     files = sorted({moment.file for moment in mine})
     names = optim.parameter_names(trainer.chunks)
     trainable = [name for parameter, name in names.items() if parameter.requires_grad]
@@ -162,6 +183,8 @@ def restore_rng(session: Session, state: Progress) -> None:
 
 def _changed_args(saved: Mapping, now: Mapping) -> list[str]:
     changed = [
-        f"{option(name)} was {saved[name]}, is {now[name]}" for name in sorted(now) if name not in FREE_ARGS and name in saved and saved[name] != now[name]
+        f"{option(name)} was {saved[name]}, is {now[name]}"
+        for name in sorted(now)
+        if name not in FREE_ARGS and name in saved and saved[name] != now[name]
     ]
     return [f"flags that differ from the saved run: {'; '.join(changed)}"] if changed else []

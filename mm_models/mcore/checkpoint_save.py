@@ -22,7 +22,8 @@ import torch.distributed as dist
 from torch.utils.serialization import config as serialization
 
 from mm_models.errors import UserError
-from mm_models.mcore import log, optimizer as optim, rng, start
+from mm_models.mcore import log, rng, start
+from mm_models.mcore import optimizer as optim
 from mm_models.mcore.checkpoint import Progress
 from mm_models.mcore.session import Session
 from mm_models.weights import mmfolder, ptfile
@@ -62,7 +63,9 @@ def _publish(session: Session, state: Progress, tmp: Path, found: list[Written])
     faults = [written.fault for written in found if written.fault]
     if faults:
         mmfolder.abandon(tmp)
-        raise UserError(f"{tmp}: iteration {state.iteration} could not be written, the one before stays: {'; '.join(faults)}.")
+        raise UserError(
+            f"{tmp}: iteration {state.iteration} could not be written, the one before stays: {'; '.join(faults)}."
+        )
     plan = session.plan
     manifest = Manifest(
         iteration=state.iteration,

@@ -9,6 +9,7 @@ from __future__ import annotations
 import faulthandler
 import os
 import sys
+import warnings
 from collections.abc import Callable
 
 from mm_models.errors import UserError
@@ -25,6 +26,9 @@ class StoppedBySignal(Exception):
 def run_script(main: Callable[[], None]) -> int:
     """Call `main`; the exit status. A crash of the interpreter itself prints every thread's stack."""
     faulthandler.enable()
+    warnings.filterwarnings(
+        "ignore", module=r"megatron\.core"
+    )  # it misses TransformerEngine and Apex, which we do not use
     try:
         main()
     except UserError as error:

@@ -61,15 +61,19 @@ def iteration_line(it: Iteration, now: datetime) -> str:
 class Journal:
     """Where iterations are reported. Silent on every rank but one."""
 
-    def __init__(self, *, speaks: bool, interval: int, train_iters: int, start: int, metrics: str | None, tensorboard: str | None):
+    def __init__(
+        self, *, speaks: bool, interval: int, train_iters: int, start: int, metrics: str | None, tensorboard: str | None
+    ):
         self.speaks, self._interval, self._done = speaks, interval, start
         self._seconds, self._count, self._skipped = 0.0, 0, 0
+        self._all_tokens, self._all_seconds = 0, 0.0
         self._metrics = open_metrics(metrics, start) if speaks and metrics else None
         self._board = _board(tensorboard) if speaks and tensorboard else None
         self._progress = _progress(train_iters, start) if speaks and sys.stdout.isatty() else None
 
     def add(self, it: Iteration) -> None:
         """Report an iteration; its line comes every `--log-interval` iterations and averages the time in between."""
+        self._all_tokens, self._all_seconds = self._all_tokens + it.tokens, self._all_seconds + it.seconds
         if not self.speaks:
             return
         if self._metrics:
@@ -78,7 +82,11 @@ class Journal:
             self._metrics.flush()
         if self._board:
             self._scalars(it)
-        self._seconds, self._count, self._skipped = self._seconds + it.seconds, self._count + 1, self._skipped + it.skipped
+        self._seconds, self._count, self._skipped = (
+            self._seconds + it.seconds,
+            self._count + 1,
+            self._skipped + it.skipped,
+        )
         if it.iteration % self._interval == 0:
             shown = Iteration(**(asdict(it) | {"seconds": self._seconds / self._count, "skipped": self._skipped}))
             self._print(iteration_line(shown, datetime.now()))
@@ -87,6 +95,11 @@ class Journal:
             bar, task = self._progress
             bar.update(task, completed=it.iteration, speed=f"{it.tokens_per_second:,.0f} tokens/s")
 
+    @property
+    def tokens_per_second(self) -> float:
+        """The mean since the start, on every rank."""
+        return self._all_tokens / self._all_seconds if self._all_seconds else 0.0
+
     def _print(self, line: str) -> None:
         if self._progress:
             self._progress[0].console.print(line, highlight=False, markup=False, soft_wrap=True)
@@ -94,8 +107,17 @@ class Journal:
             print(line, flush=True)
 
     def _scalars(self, it: Iteration) -> None:
-        values = {"learning-rate": it.learning_rate, "iteration-time": it.seconds, "tokens-per-second": it.tokens_per_second}
-        values |= {"lm loss": it.loss, "grad-norm": it.grad_norm, "labelled-tokens": it.labelled_tokens, "batch-size": it.global_batch_size}
+        values = {
+            "learning-rate": it.learning_rate,
+            "iteration-time": it.seconds,
+            "tokens-per-second": it.tokens_per_second,
+        }
+        values |= {
+            "lm loss": it.loss,
+            "grad-norm": it.grad_norm,
+            "labelled-tokens": it.labelled_tokens,
+            "batch-size": it.global_batch_size,
+        }
         for name, value in values.items():
             if value is not None:
                 self._board.add_scalar(name, value, it.iteration)
@@ -114,7 +136,11 @@ def open_metrics(path: str, start: int):
     file.parent.mkdir(parents=True, exist_ok=True)
     kept = []
     if start and file.exists():
-        kept = [line for line in file.read_text().splitlines() if line.endswith("}") and json.loads(line)["iteration"] <= start]
+        kept = [
+            line
+            for line in file.read_text().splitlines()
+            if line.endswith("}") and json.loads(line)["iteration"] <= start
+        ]
     file.write_text("".join(line + "\n" for line in kept))
     return file.open("a")
 
@@ -133,7 +159,13 @@ def _board(folder: str):
 def _progress(total: int, start: int):
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-    bar = Progress(TextColumn("training"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(), TextColumn("{task.fields[speed]}"))
+    bar = Progress(
+        TextColumn("training"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeRemainingColumn(),
+        TextColumn("{task.fields[speed]}"),
+    )
     bar.start()
     return bar, bar.add_task("training", total=total, completed=start, speed="")
 
@@ -147,7 +179,11 @@ def say(rank: int, *lines: str) -> None:
 def configuration_lines(settings: Mapping[str, object], title: str) -> list[str]:
     """The resolved configuration, one `name .... value` a line, sorted, as Megatron prints its arguments."""
     rows = [f"  {name} {'.' * max(3, 46 - len(name))} {settings[name]}" for name in sorted(settings)]
-    return [f"------------------------ {title} ------------------------", *rows, f"-------------------- end of {title} ---------------------"]
+    return [
+        f"------------------------ {title} ------------------------",
+        *rows,
+        f"-------------------- end of {title} ---------------------",
+    ]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -199,4 +235,7 @@ def rank_table(rows: Iterable[RankRow]) -> list[str]:
         for row in rows
     ]
     widths = [max(len(line[column]) for line in [head, *body]) for column in range(len(head))]
-    return ["  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip() for line in [head, *body]]
+    return [
+        "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip()
+        for line in [head, *body]
+    ]

@@ -124,13 +124,19 @@ def _pairs(part) -> Iterator[tuple[torch.nn.Parameter, Tensor, int, int]]:
     from megatron.core.optimizer.optimizer import Float16OptimizerWithFloat16Params, FP32Optimizer
 
     if isinstance(part, DistributedOptimizer):
-        pairs = [(part.model_fp32_groups, part.shard_fp32_groups), (part.model_float16_groups, part.shard_fp32_from_float16_groups)]
+        pairs = [
+            (part.model_fp32_groups, part.shard_fp32_groups),
+            (part.model_float16_groups, part.shard_fp32_from_float16_groups),
+        ]
         for model_groups, main_groups in pairs:
             for param, main in _zip_groups(model_groups, main_groups):
                 piece = part._get_model_param_range_map(param)["param"]
                 yield param, main, piece.start, piece.end
     elif isinstance(part, Float16OptimizerWithFloat16Params):
-        pairs = [(part.float16_groups, part.fp32_from_float16_groups), (part.fp32_from_fp32_groups, part.fp32_from_fp32_groups)]
+        pairs = [
+            (part.float16_groups, part.fp32_from_float16_groups),
+            (part.fp32_from_fp32_groups, part.fp32_from_fp32_groups),
+        ]
         for model_groups, main_groups in pairs:
             for param, main in _zip_groups(model_groups, main_groups):
                 yield param, main, 0, param.numel()
@@ -167,7 +173,10 @@ def export_state(pieces: Sequence[Shard]) -> dict:
     for piece in pieces:
         state = piece.inner.state.get(piece.main, {})
         steps.add(int(state["step"]) if "step" in state else 0)
-        moments = {key: state[key].detach().view(-1) if key in state else torch.zeros(piece.end - piece.start) for key in MOMENTS}
+        moments = {
+            key: state[key].detach().view(-1) if key in state else torch.zeros(piece.end - piece.start)
+            for key in MOMENTS
+        }
         params[piece.name] = {
             "range": (piece.start, piece.end),
             "shape": tuple(piece.param.shape),
@@ -190,7 +199,9 @@ def _groups(pieces: Sequence[Shard]) -> list[dict]:
     return found
 
 
-def import_state(pieces: Sequence[Shard], files: Iterable[tuple[str, Mapping]], *, trainable: Iterable[str], where: str) -> list[str]:
+def import_state(
+    pieces: Sequence[Shard], files: Iterable[tuple[str, Mapping]], *, trainable: Iterable[str], where: str
+) -> list[str]:
     """Fill masters and moments of `pieces` from files in the on-disk format, whatever ranges those were cut into.
 
     `files` yields (path, content). Together they must hold every element of every piece exactly once, agree about the
@@ -212,8 +223,14 @@ def import_state(pieces: Sequence[Shard], files: Iterable[tuple[str, Mapping]], 
             elif name in wanted:
                 filled[name] += _take(wanted[name], saved, content["step"], path)
     if len(steps) > 1:
-        raise UserError(f"{where}: optimizer files disagree about the step: {', '.join(f'{path} has {step}' for step, path in steps.items())}.")
-    missing = [f"{name} ({filled[name]} of {piece.end - piece.start} elements)" for name, piece in wanted.items() if filled[name] != piece.end - piece.start]
+        raise UserError(
+            f"{where}: optimizer files disagree about the step: {', '.join(f'{path} has {step}' for step, path in steps.items())}."
+        )
+    missing = [
+        f"{name} ({filled[name]} of {piece.end - piece.start} elements)"
+        for name, piece in wanted.items()
+        if filled[name] != piece.end - piece.start
+    ]
     if missing or unexpected:
         raise UserError(
             f"{where}: the optimizer state does not fit what this run trains. "
@@ -228,7 +245,9 @@ def import_state(pieces: Sequence[Shard], files: Iterable[tuple[str, Mapping]], 
 def _take(piece: Shard, saved: Mapping, step: int, path: str) -> int:
     """Copy what `saved` holds of `piece`; the number of elements copied."""
     if tuple(saved["shape"]) != tuple(piece.param.shape):
-        raise UserError(f"{path}: {piece.name} has shape {tuple(saved['shape'])}, this run's is {tuple(piece.param.shape)}.")
+        raise UserError(
+            f"{path}: {piece.name} has shape {tuple(saved['shape'])}, this run's is {tuple(piece.param.shape)}."
+        )
     begin, stop = saved["range"]
     lengths = {key: saved[key].numel() for key in ("master", *MOMENTS)}
     if set(lengths.values()) != {stop - begin}:

@@ -54,8 +54,9 @@ def resume(scheduler, saved: Mapping, plan: RunPlan, *, where: str) -> list[str]
     if changed and not (args.override_opt_param_scheduler or args.use_checkpoint_opt_param_scheduler):
         told = "; ".join(f"{name} was {saved[name]}, is now {now[name]}" for name in changed)
         raise UserError(
-            f"{where}: the learning-rate schedule differs from the saved run ({told}; steps count samples). Resume with the saved run's flags, "
-            f"or choose: {option('override_opt_param_scheduler')} takes the command line's, {option('use_checkpoint_opt_param_scheduler')} the saved one."
+            f"{where}: the learning-rate schedule differs from the saved run ({told}; steps count samples). "
+            f"Resume with the saved run's flags, or choose: {option('override_opt_param_scheduler')} takes the command line's, "
+            f"{option('use_checkpoint_opt_param_scheduler')} the saved one."
         )
     before = learning_rate_at(saved, scheduler)
     scheduler.load_state_dict({**saved, **{name: now[name] for name in idle}})
@@ -63,19 +64,28 @@ def resume(scheduler, saved: Mapping, plan: RunPlan, *, where: str) -> list[str]
     winner = "command line" if args.override_opt_param_scheduler else "checkpoint"
     lines = [f"learning rate schedule resumed at {saved[POSITION]} samples, learning rate {after:.6E}"]
     if changed:
-        lines[0] += f" (the {winner}'s schedule; by the saved one it would be {before:.6E}; differing: {', '.join(changed)})"
+        lines[0] += (
+            f" (the {winner}'s schedule; by the saved one it would be {before:.6E}; differing: {', '.join(changed)})"
+        )
     return lines
 
 
 def _without_effect(now: Mapping, saved: Mapping) -> list[str]:
     """Fields that may differ because both schedules are constant in what they describe."""
     found = ["wd_incr_steps"] if now["wd_incr_style"] == saved["wd_incr_style"] == "constant" else []
-    return found + (["lr_decay_steps", "min_lr"] if now["lr_decay_style"] == saved["lr_decay_style"] == "constant" else [])
+    return found + (
+        ["lr_decay_steps", "min_lr"] if now["lr_decay_style"] == saved["lr_decay_style"] == "constant" else []
+    )
 
 
 def learning_rate_at(saved: Mapping, scheduler) -> float:
     """What a saved schedule gives at its own position."""
     probe = object.__new__(type(scheduler))
     probe.__dict__.update(scheduler.__dict__)
-    probe.__dict__.update({key: saved[key] for key in ("max_lr", "min_lr", "lr_warmup_steps", "lr_decay_steps", "lr_decay_style", POSITION)})
+    probe.__dict__.update(
+        {
+            key: saved[key]
+            for key in ("max_lr", "min_lr", "lr_warmup_steps", "lr_decay_steps", "lr_decay_style", POSITION)
+        }
+    )
     return probe.get_lr({})

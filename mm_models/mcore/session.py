@@ -62,7 +62,9 @@ class Session:
         return self.last_stage and self.coords.tp == 0
 
     def __str__(self) -> str:
-        return f"rank {self.rank} (stage {self.coords.pp}, tp {self.coords.tp}, dp {self.coords.dp}, ep {self.coords.ep})"
+        return (
+            f"rank {self.rank} (stage {self.coords.pp}, tp {self.coords.tp}, dp {self.coords.dp}, ep {self.coords.ep})"
+        )
 
 
 _current: list[Session] = []
@@ -90,7 +92,9 @@ def start(plan: RunPlan) -> Session:
     from mm_models.mcore.assembly import init_parallel
 
     device = devices.prepare(int(os.environ.get("LOCAL_RANK", "0")))
-    join_world(plan.args.distributed_backend or devices.backend(device.type), minutes=plan.args.distributed_timeout_minutes)
+    join_world(
+        plan.args.distributed_backend or devices.backend(device.type), minutes=plan.args.distributed_timeout_minutes
+    )
     init_parallel(plan.layout, plan.split, timeout_minutes=plan.args.distributed_timeout_minutes)
     rank = torch.distributed.get_rank()
     session = Session(
@@ -113,4 +117,6 @@ def join_world(backend: str, *, minutes: int) -> None:
     if "RANK" in os.environ and "MASTER_ADDR" in os.environ:
         torch.distributed.init_process_group(backend, timeout=timeout)
     else:
-        torch.distributed.init_process_group(backend, store=torch.distributed.HashStore(), rank=0, world_size=1, timeout=timeout)
+        torch.distributed.init_process_group(
+            backend, store=torch.distributed.HashStore(), rank=0, world_size=1, timeout=timeout
+        )

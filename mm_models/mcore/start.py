@@ -8,7 +8,8 @@ import torch
 
 from mm_models.config.model import ModelConfig
 from mm_models.layout import ModelSplit, ParallelLayout
-from mm_models.mcore import assembly, log, optimizer as optim
+from mm_models.mcore import assembly, log
+from mm_models.mcore import optimizer as optim
 from mm_models.mcore.arguments import Arguments
 from mm_models.mcore.layers import Recompute
 from mm_models.mcore.local_grads import LocalGradients
@@ -42,10 +43,15 @@ def wrap(chunks: Sequence[torch.nn.Module], args: Arguments, layout: ParallelLay
     """Core's DDP around each chunk: gradients summed in fp32 at the end of a step. A rank without data-parallel peers needs none."""
     from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 
-    config = DistributedDataParallelConfig(grad_reduce_in_fp32=True, use_distributed_optimizer=args.use_distributed_optimizer)
+    config = DistributedDataParallelConfig(
+        grad_reduce_in_fp32=True, use_distributed_optimizer=args.use_distributed_optimizer
+    )
     if LocalGradients.suits(chunks, layout, config):
         return [LocalGradients(chunk, config) for chunk in chunks]
-    return [DistributedDataParallel(chunk.config, config, chunk, disable_bucketing=place > 0) for place, chunk in enumerate(chunks)]
+    return [
+        DistributedDataParallel(chunk.config, config, chunk, disable_bucketing=place > 0)
+        for place, chunk in enumerate(chunks)
+    ]
 
 
 def unwrap(chunk: torch.nn.Module) -> torch.nn.Module:
@@ -73,10 +79,10 @@ def plan_lines(plan: RunPlan) -> list[str]:
     lines = log.configuration_lines(plan.args.as_dict(), "arguments")
     lines += [f"model.json: {plan.model.model_dump_json(exclude_none=True)}"]
     lines += [
-        f"layout: {layout.world} processes = tp {layout.tp} · pp {layout.pp} · dp {layout.dp}; vpp {layout.vpp}, ep {layout.ep}, etp {layout.etp}, "
-        f"expert dp {layout.edp}; split: {plan.split.describe()}",
-        f"batches: global {plan.global_batch_size} = micro {plan.args.micro_batch_size} · dp {layout.dp} · {plan.num_microbatches} micro-batches; "
-        f"loss {plan.loss_type}",
+        f"layout: {layout.world} processes = tp {layout.tp} · pp {layout.pp} · dp {layout.dp}; "
+        f"vpp {layout.vpp}, ep {layout.ep}, etp {layout.etp}, expert dp {layout.edp}; split: {plan.split.describe()}",
+        f"batches: global {plan.global_batch_size} = micro {plan.args.micro_batch_size} · dp {layout.dp} · "
+        f"{plan.num_microbatches} micro-batches; loss {plan.loss_type}",
     ]
     return lines
 
@@ -98,7 +104,12 @@ def report(session: Session, chunks: Sequence[torch.nn.Module]) -> None:
     )
     found: list = [None] * torch.distributed.get_world_size()
     torch.distributed.all_gather_object(found, (row, frozen))
-    log.say(session.rank, choose(session.device.type).describe(), *log.rank_table(row for row, _ in found), *_freeze_lines(session.plan, {name for _, names in found for name in names}))
+    log.say(
+        session.rank,
+        choose(session.device.type).describe(),
+        *log.rank_table(row for row, _ in found),
+        *_freeze_lines(session.plan, {name for _, names in found for name in names}),
+    )
 
 
 def _experts(session: Session) -> str:
@@ -118,7 +129,11 @@ def check_freeze(plan: RunPlan) -> None:
 def _freeze_lines(plan: RunPlan, frozen: set[str]) -> list[str]:
     from mm_models.config.model import FREEZE_DEFAULTS
 
-    parts = {"vision_encoder": plan.model.vision, "vision_projector": plan.model.projector, "text_decoder": plan.model.text}
+    parts = {
+        "vision_encoder": plan.model.vision,
+        "vision_projector": plan.model.projector,
+        "text_decoder": plan.model.text,
+    }
     lines = []
     for name, choice in assembly.freeze_choices(plan.model).items():
         default = " (the default; model.json does not say)" if parts[name].freeze is None else ""
@@ -131,7 +146,14 @@ def _freeze_lines(plan: RunPlan, frozen: set[str]) -> list[str]:
 def report_decay(session: Session, pieces: Sequence[optim.Shard], optimizer) -> None:
     """Print which parameters have no weight decay. Collective over the world."""
     found: list = [None] * torch.distributed.get_world_size()
-    torch.distributed.all_gather_object(found, (optim.no_decay(pieces, optimizer), sorted({piece.name for piece in pieces})))
+    torch.distributed.all_gather_object(
+        found, (optim.no_decay(pieces, optimizer), sorted({piece.name for piece in pieces}))
+    )
     exempt = sorted({name for names, _ in found for name in names})
     trained = {name for _, names in found for name in names}
-    log.say(session.rank, f"weight decay {session.plan.args.weight_decay}: {len(trained) - len(exempt)} parameters; none on {len(exempt)} biases and vectors:", *(f"  {name}" for name in exempt))
+    log.say(
+        session.rank,
+        f"weight decay {session.plan.args.weight_decay}: {len(trained) - len(exempt)} parameters; "
+        f"none on {len(exempt)} biases and vectors:",
+        *(f"  {name}" for name in exempt),
+    )

@@ -86,7 +86,9 @@ def _forward_backward(session: Session, chunks, optimizer, step: StepBatches, fo
         forward_only=False,
     )
     session.position.at("reducing the loss")
-    here = sum((report["lm loss"].double() for report in reported), torch.zeros((), dtype=torch.float64, device=session.device))
+    here = sum(
+        (report["lm loss"].double() for report in reported), torch.zeros((), dtype=torch.float64, device=session.device)
+    )
     total = here if session.speaks_for_loss else torch.zeros_like(here)
     torch.distributed.all_reduce(total)
     return total.item()
@@ -100,9 +102,15 @@ def warn_empty(session: Session, step: StepBatches) -> None:
         torch.distributed.all_gather_object(found, mine)
         if session.rank == 0:
             ids = sorted(id for part in found for id in part)
-            print(f"WARNING step {session.position.step}: no labelled token in the whole global batch, step skipped; samples {ids}", flush=True)
+            print(
+                f"WARNING step {session.position.step}: no labelled token in the whole global batch, step skipped; samples {ids}",
+                flush=True,
+            )
     elif mine:
-        print(f"WARNING step {session.position.step}: no labelled token in samples {mine}; they are left out of the loss", flush=True)
+        print(
+            f"WARNING step {session.position.step}: no labelled token in samples {mine}; they are left out of the loss",
+            flush=True,
+        )
 
 
 def _stop(session: Session, pieces: Sequence[Shard], loss: float, norm: float) -> None:
@@ -111,7 +119,11 @@ def _stop(session: Session, pieces: Sequence[Shard], loss: float, norm: float) -
     bad = [piece.name for piece in pieces if piece.main.grad is not None and not torch.isfinite(piece.main.grad).all()]
     found: list = [None] * torch.distributed.get_world_size()
     torch.distributed.all_gather_object(found, bad)
-    where = "; ".join(f"rank {rank}: {', '.join(names[:3])}{' ...' if len(names) > 3 else ''}" for rank, names in enumerate(found) if names)
+    where = "; ".join(
+        f"rank {rank}: {', '.join(names[:3])}{' ...' if len(names) > 3 else ''}"
+        for rank, names in enumerate(found)
+        if names
+    )
     raise NonFinite(
         f"step {session.position.step}: loss {loss}, gradient norm {norm}: not finite, stopped before the weights were touched. "
         f"Non-finite gradients on {where or 'no rank'}. Resume from the last checkpoint with a lower --lr or other data."

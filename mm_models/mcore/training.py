@@ -14,7 +14,9 @@ from dataclasses import dataclass
 import torch
 
 from mm_models import device as devices
-from mm_models.mcore import batches, checkpoint, checkpoint_save, log, optimizer as optim, schedule_lr, session as sessions, start, validation, watch
+from mm_models.mcore import batches, checkpoint, checkpoint_save, log, schedule_lr, start, validation, watch
+from mm_models.mcore import optimizer as optim
+from mm_models.mcore import session as sessions
 from mm_models.mcore.arguments import Arguments
 from mm_models.mcore.entry import StoppedBySignal
 from mm_models.mcore.session import Session
@@ -43,7 +45,11 @@ def pretrain(datasets_provider: Callable, model_provider: Callable, forward_step
     start.check_freeze(plan)
     source = checkpoint.check_source(plan)
     if args.check:
-        log.say(sessions.launcher_rank(), *start.plan_lines(plan), "check passed: flags, model.json, data.json, layout and --load fit together.")
+        log.say(
+            sessions.launcher_rank(),
+            *start.plan_lines(plan),
+            "check passed: flags, model.json, data.json, layout and --load fit together.",
+        )
         return
     session = sessions.start(plan)
     signals = Signals()
@@ -54,7 +60,9 @@ def pretrain(datasets_provider: Callable, model_provider: Callable, forward_step
     torch.distributed.barrier()
 
 
-def set_up(session: Session, model_provider: Callable, source: checkpoint.Source | None) -> tuple[Trainer, checkpoint.Progress]:
+def set_up(
+    session: Session, model_provider: Callable, source: checkpoint.Source | None
+) -> tuple[Trainer, checkpoint.Progress]:
     """This rank's filled model, its optimizer and schedule, and how far the run has come."""
     plan = session.plan
     session.position.at("building the model")
@@ -76,7 +84,9 @@ def set_up(session: Session, model_provider: Callable, source: checkpoint.Source
     return trainer, checkpoint.resume(trainer, source)
 
 
-def run(trainer: Trainer, state: checkpoint.Progress, datasets_provider: Callable, forward_step: Callable, signals: Signals) -> None:
+def run(
+    trainer: Trainer, state: checkpoint.Progress, datasets_provider: Callable, forward_step: Callable, signals: Signals
+) -> None:
     """Step until `--train-iters`, `--exit-interval` or a signal; the last step is always saved, once."""
     session, args = trainer.session, trainer.session.plan.args
     loader = open_loader(trainer, state, datasets_provider)
@@ -94,7 +104,11 @@ def run(trainer: Trainer, state: checkpoint.Progress, datasets_provider: Callabl
         session.position.step = iteration
         state = one_iteration(trainer, state, loader, forward_step, journal, careful=iteration < first + CAREFUL_STEPS)
         stop = signals.agreed(session)
-        leaving = stop is not None or iteration == args.train_iters or (args.exit_interval and iteration % args.exit_interval == 0)
+        leaving = (
+            stop is not None
+            or iteration == args.train_iters
+            or (args.exit_interval and iteration % args.exit_interval == 0)
+        )
         if args.save and (leaving or (args.save_interval and iteration % args.save_interval == 0)):
             save(trainer, state)
             saved_at = iteration
@@ -102,9 +116,17 @@ def run(trainer: Trainer, state: checkpoint.Progress, datasets_provider: Callabl
             break
     journal.close()
     if stop is not None:
-        where = f"saved at iteration {saved_at} in {args.save}" if saved_at == state.iteration else "not saved (no --save)"
-        raise StoppedBySignal(stop, f"stopped by {signal.Signals(stop).name} after iteration {state.iteration}, {where}")
-    log.say(session.rank, f"training ended at iteration {state.iteration} of {args.train_iters}, {state.consumed_samples} samples consumed")
+        where = (
+            f"saved at iteration {saved_at} in {args.save}" if saved_at == state.iteration else "not saved (no --save)"
+        )
+        raise StoppedBySignal(
+            stop, f"stopped by {signal.Signals(stop).name} after iteration {state.iteration}, {where}"
+        )
+    log.say(
+        session.rank,
+        f"training ended at iteration {state.iteration} of {args.train_iters}, {state.consumed_samples} samples consumed, "
+        f"{journal.tokens_per_second:,.0f} tokens/s",
+    )
 
 
 def one_iteration(
@@ -114,10 +136,16 @@ def one_iteration(
     session, plan = trainer.session, trainer.session.plan
     began, rate = time.perf_counter(), schedule_lr.learning_rate(trainer.optimizer)
     step = read_step(session, loader, check=careful or session.position.step % plan.args.check_batches == 0)
-    result = train_step(session, trainer.chunks, trainer.optimizer, trainer.scheduler, trainer.pieces, step, forward_step)
+    result = train_step(
+        session, trainer.chunks, trainer.optimizer, trainer.scheduler, trainer.pieces, step, forward_step
+    )
     state = state.after(samples=plan.global_batch_size, skipped=result.skipped)
     if plan.args.check_replicas and state.iteration % plan.args.check_replicas == 0:
-        watch.check_replicas(start.replicated(start.named_tensors(trainer.chunks), plan.model), session, when=f"after step {state.iteration}")
+        watch.check_replicas(
+            start.replicated(start.named_tensors(trainer.chunks), plan.model),
+            session,
+            when=f"after step {state.iteration}",
+        )
     journal.add(_report(trainer, state, step, result, rate=rate, seconds=time.perf_counter() - began))
     return state
 
@@ -128,7 +156,11 @@ def read_step(session: Session, loader, *, check: bool) -> batches.StepBatches:
 
     session.position.at("reading data")
     step = batches.gather_step(
-        loader, count=session.plan.num_microbatches, loss_type=session.plan.loss_type, counts=session.speaks_for_loss, device=session.device
+        loader,
+        count=session.plan.num_microbatches,
+        loss_type=session.plan.loss_type,
+        counts=session.speaks_for_loss,
+        device=session.device,
     )
     if check:
         session.position.at("comparing sample ids")
@@ -137,7 +169,9 @@ def read_step(session: Session, loader, *, check: bool) -> batches.StepBatches:
     return step
 
 
-def _report(trainer: Trainer, state, step: batches.StepBatches, result: StepResult, *, rate: float, seconds: float) -> log.Iteration:
+def _report(
+    trainer: Trainer, state, step: batches.StepBatches, result: StepResult, *, rate: float, seconds: float
+) -> log.Iteration:
     plan = trainer.session.plan
     return log.Iteration(
         iteration=state.iteration,

@@ -113,7 +113,9 @@ def _batches(args: Arguments, layout: ParallelLayout) -> tuple[int, int]:
 
 def _check_sequence_parallel(args: Arguments, model: ModelConfig, layout: ParallelLayout) -> None:
     if args.sequence_parallel and layout.tp == 1:
-        raise UserError("--sequence-parallel cuts the sequence over TP ranks, and TP is 1. Drop it or raise --tensor-model-parallel-size.")
+        raise UserError(
+            "--sequence-parallel cuts the sequence over TP ranks, and TP is 1. Drop it or raise --tensor-model-parallel-size."
+        )
     if layout.tp > 1 and model.text is not None and model.text.num_moe_experts and not args.sequence_parallel:
         raise UserError(
             f"--tensor-model-parallel-size {layout.tp} on a model with {model.text.num_moe_experts} experts needs --sequence-parallel: "
@@ -134,13 +136,17 @@ def _check_start(args: Arguments) -> None:
     if args.save is None:
         _refuse_alone(args, ("save_interval", "no_save_optim"), "--save")
     if args.override_opt_param_scheduler and args.use_checkpoint_opt_param_scheduler:
-        raise UserError(f"{option('override_opt_param_scheduler')} and {option('use_checkpoint_opt_param_scheduler')} contradict each other; keep one.")
+        raise UserError(
+            f"{option('override_opt_param_scheduler')} and {option('use_checkpoint_opt_param_scheduler')} contradict each other; keep one."
+        )
 
 
 def _refuse_alone(args: Arguments, names: tuple[str, ...], needed: str) -> None:
     given = [option(name) for name in names if getattr(args, name) not in (None, False)]
     if given:
-        raise UserError(f"{', '.join(given)} without {needed} would do nothing. Add {needed} or drop {'it' if len(given) == 1 else 'them'}.")
+        raise UserError(
+            f"{', '.join(given)} without {needed} would do nothing. Add {needed} or drop {'it' if len(given) == 1 else 'them'}."
+        )
 
 
 def _check_schedule(args: Arguments) -> None:
@@ -157,7 +163,10 @@ def _check_schedule(args: Arguments) -> None:
             raise UserError(f"{option(name)}: got {getattr(args, name)}, expected less than 1.")
     decay, warmup = decay_iters(args), warmup_iters(args)
     if warmup >= decay:
-        raise UserError(f"the warm-up of {warmup:g} iterations does not end before the decay of {decay} iterations (--lr-decay-iters, else --train-iters).")
+        raise UserError(
+            f"the warm-up of {warmup:g} iterations does not end before the decay of {decay} iterations "
+            "(--lr-decay-iters, else --train-iters)."
+        )
 
 
 def decay_iters(args: Arguments) -> int:
@@ -179,7 +188,9 @@ def _check_recompute(args: Arguments) -> None:
         return
     given = [option(name) for name in ("recompute_method", "recompute_num_layers") if getattr(args, name) is not None]
     if given:
-        raise UserError(f"{', '.join(given)} belongs to --recompute-granularity full, got {args.recompute_granularity or 'none'}.")
+        raise UserError(
+            f"{', '.join(given)} belongs to --recompute-granularity full, got {args.recompute_granularity or 'none'}."
+        )
 
 
 def _check_fused(args: Arguments, device: str) -> None:

@@ -87,7 +87,9 @@ def check_replicas(tensors: Mapping[str, torch.Tensor], session: Session, *, whe
     for (name, *_), digests in sorted(versions.items(), key=str):
         if len(digests) > 1:
             split = " and ".join(f"ranks {ranks}" for ranks in digests.values())
-            raise RuntimeError(f"{when}: {name} is replicated, but {split} hold different values. The replicas have drifted apart.")
+            raise RuntimeError(
+                f"{when}: {name} is replicated, but {split} hold different values. The replicas have drifted apart."
+            )
 
 
 def _replica_key(name: str, tensor: torch.Tensor, session: Session) -> tuple:

@@ -14,7 +14,19 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from mm_models import device
 from mm_models.mcore.arguments import Arguments, parse
 
-BASE = "--mm-model model.json --mm-data data.json --micro-batch-size 1 --train-iters 10 --lr 0.01 --from-scratch".split()
+BASE = [
+    "--mm-model",
+    "model.json",
+    "--mm-data",
+    "data.json",
+    "--micro-batch-size",
+    "1",
+    "--train-iters",
+    "10",
+    "--lr",
+    "0.01",
+    "--from-scratch",
+]
 SIZE, EXPERTS = 6, 4
 
 
@@ -52,7 +64,9 @@ def start(ep: int = 1) -> None:
 
 def wrap(network: torch.nn.Module, args: Arguments) -> DistributedDataParallel:
     config = TransformerConfig(num_layers=1, hidden_size=SIZE, num_attention_heads=1, calculate_per_token_loss=True)
-    ddp = DistributedDataParallelConfig(grad_reduce_in_fp32=True, use_distributed_optimizer=args.use_distributed_optimizer)
+    ddp = DistributedDataParallelConfig(
+        grad_reduce_in_fp32=True, use_distributed_optimizer=args.use_distributed_optimizer
+    )
     return DistributedDataParallel(config, ddp, network)
 
 

@@ -41,11 +41,12 @@ def test_learning_rate_is_a_float_however_it_is_written(word):
 
 @pytest.mark.parametrize(
     "name, word",
-    [("--lr", "on"), ("--lr", "nan"), ("--lr", "inf"), ("--lr", "1_000"), ("--lr", "-1"), ("--lr", ""), ("--weight-decay", "null"), ("--adam-eps", "true"),
-     ("--clip-grad", "0x1"), ("--train-iters", "012"), ("--train-iters", "1_000"), ("--train-iters", "1e3"), ("--train-iters", "0"), ("--seed", "1.0"), ("--seed", "yes")],
+    [("--lr", "on"), ("--lr", "nan"), ("--lr", "inf"), ("--lr", "1_000"), ("--lr", "-1"), ("--lr", ""), ("--weight-decay", "null"),
+     ("--adam-eps", "true"), ("--clip-grad", "0x1"), ("--train-iters", "012"), ("--train-iters", "1_000"), ("--train-iters", "1e3"),
+     ("--train-iters", "0"), ("--seed", "1.0"), ("--seed", "yes")],
 )  # fmt: skip
 def test_what_is_no_number_is_refused_by_flag(name, word):
-    flags = [flag for flag in FLAGS if True]
+    flags = list(FLAGS)
     if name in flags:
         at = flags.index(name)
         del flags[at : at + 2]
@@ -81,7 +82,7 @@ def test_no_abbreviation_no_repetition_no_stray_word_nothing_missing():
     assert "stray" in refused("--seed", "1", "stray")
     assert "expected one argument" in refused("--seed")
     assert "'freeze-vit'" in refused("freeze-vit") or "freeze-vit" in refused("freeze-vit")
-    with pytest.raises(UserError, match="--mm-model.*--train-iters"):
+    with pytest.raises(UserError, match=r"--mm-model.*--train-iters"):
         parse([])
 
 
@@ -92,12 +93,24 @@ def test_choices_are_listed():
 
 def test_flags_have_megatrons_spelling():
     names = {option(f.name) for f in dataclasses.fields(Arguments)}
-    assert {"--tensor-model-parallel-size", "--use-distributed-optimizer", "--override-opt_param-scheduler", "--no-load-rng", "--clip-grad"} <= names
+    assert {
+        "--tensor-model-parallel-size",
+        "--use-distributed-optimizer",
+        "--override-opt_param-scheduler",
+        "--no-load-rng",
+        "--clip-grad",
+    } <= names
 
 
 def test_help_answers_at_once_and_imports_nothing_heavy():
     began = time.perf_counter()
-    done = subprocess.run([sys.executable, "-X", "importtime", "pretrain_vlm.py", "--help"], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(
+        [sys.executable, "-X", "importtime", "pretrain_vlm.py", "--help"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
     assert done.returncode == 0 and "--mm-model" in done.stdout
     assert time.perf_counter() - began < 5  # under load; alone it is 0.2 s
     imported = {line.rpartition("|")[2].strip().split(".")[0] for line in done.stderr.splitlines()}
@@ -112,14 +125,27 @@ def files(tmp_path_factory):
     return folder
 
 
-def judge(files: Path, *words: str, world: int = 1, start: tuple[str, ...] = ("--from-scratch",), device: str = "cpu", **model):
+def judge(
+    files: Path, *words: str, world: int = 1, start: tuple[str, ...] = ("--from-scratch",), device: str = "cpu", **model
+):
     path = files / "model.json"
     if model:
         data = json.loads(path.read_text())
         data["text_decoder"] |= model
         path = files / "changed.json"
         path.write_text(json.dumps(data))
-    flags = ["--mm-model", str(path), "--mm-data", str(files / "data.json"), "--micro-batch-size", "2", "--train-iters", "10", "--lr", "1e-3"]
+    flags = [
+        "--mm-model",
+        str(path),
+        "--mm-data",
+        str(files / "data.json"),
+        "--micro-batch-size",
+        "2",
+        "--train-iters",
+        "10",
+        "--lr",
+        "1e-3",
+    ]
     return plan(parse([*flags, *start, *words]), world, device=device)
 
 
@@ -150,7 +176,11 @@ def test_the_interleaved_schedule_takes_multiples_of_pp(files, count, fine):
         assert judge(files, *flags, world=2).num_microbatches == count
         return
     message = judged(files, *flags, world=2)
-    assert f"got {count} = global batch size {2 * count} / (micro-batch size 2 · DP 1)" in message and "PP 2" in message and GBS in message
+    assert (
+        f"got {count} = global batch size {2 * count} / (micro-batch size 2 · DP 1)" in message
+        and "PP 2" in message
+        and GBS in message
+    )
 
 
 @pytest.mark.parametrize(
@@ -173,7 +203,11 @@ def test_the_interleaved_schedule_takes_multiples_of_pp(files, count, fine):
         (["--recompute-method", "block"], 1, ["--recompute-granularity full"]),
         (["--no-load-optim", "--no-load-rng"], 1, ["--no-load-optim, --no-load-rng without --load"]),
         (["--save-interval", "2"], 1, ["--save-interval without --save"]),
-        (["--use-flash-attn", "--use-fused-rmsnorm"], 1, ["--use-fused-rmsnorm, --use-flash-attn", "causal_attention, rms_norm", "cpu"]),
+        (
+            ["--use-flash-attn", "--use-fused-rmsnorm"],
+            1,
+            ["--use-fused-rmsnorm, --use-flash-attn", "causal_attention, rms_norm", "cpu"],
+        ),
         (["--use-fused-swiglu"], 1, ["swiglu"]),
         (["--use-fused-rotary-pos-emb"], 1, ["rotary"]),
     ],
@@ -205,5 +239,5 @@ def test_files_are_closed_too(files):
     data = json.loads((files / "model.json").read_text())
     data["text_decoder"]["num_layer"] = 4
     (files / "typo.json").write_text(json.dumps(data))
-    with pytest.raises(UserError, match="num_layer.*num_layers"):
+    with pytest.raises(UserError, match=r"num_layer.*num_layers"):
         plan(parse([*[w if w != "model.json" else str(files / "typo.json") for w in FLAGS]]), 1)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import random
-import shutil
 import signal
 import threading
 import time
@@ -13,17 +12,22 @@ from pathlib import Path
 import pytest
 import torch
 
-from mm_models.errors import UserError
-from mm_models.mcore.arguments import parse
-from mm_models.mcore.checkpoint import check_source
 from mm_models.mcore.log import read_metrics
-from mm_models.mcore.validation import plan
 from mm_models.weights.manifest import open_checkpoint
 from tests.harness import CaseFailed, run
 from tests.mcore.test_training import DISTRIBUTED, SP, topology
-from tests.mcore.training_kit import Synthetic, launch_synthetic, printed, tiny_flags, train_synthetic
+from tests.mcore.training_kit import Synthetic, launch_synthetic, tiny_flags, train_synthetic
 
-EXACT = ("iteration", "consumed_samples", "learning_rate", "next_learning_rate", "loss", "grad_norm", "tokens", "labelled_tokens")
+EXACT = (
+    "iteration",
+    "consumed_samples",
+    "learning_rate",
+    "next_learning_rate",
+    "loss",
+    "grad_norm",
+    "tokens",
+    "labelled_tokens",
+)
 SCHEDULE = ("--lr-decay-style", "cosine", "--lr-warmup-iters", "2", "--min-lr", "1e-5", "--weight-decay", "0.1")
 
 
@@ -55,8 +59,12 @@ def test_a_resumed_run_equals_the_unbroken_one_bit_for_bit(name, tmp_path):
     nprocs, flags = CASES[name]
     argv = tiny_flags(tmp_path, *flags, *SCHEDULE, steps=6)
     whole, broken = tmp_path / "whole", tmp_path / "broken"
-    unbroken = launch_synthetic(nprocs, [*argv, "--from-scratch", "--save", str(whole), "--save-interval", "3"], tmp_path / "a.jsonl")
-    resumed = launch_synthetic(nprocs, [*argv, "--load", str(whole), "--ckpt-step", "3", "--save", str(broken)], tmp_path / "b.jsonl")
+    unbroken = launch_synthetic(
+        nprocs, [*argv, "--from-scratch", "--save", str(whole), "--save-interval", "3"], tmp_path / "a.jsonl"
+    )
+    resumed = launch_synthetic(
+        nprocs, [*argv, "--load", str(whole), "--ckpt-step", "3", "--save", str(broken)], tmp_path / "b.jsonl"
+    )
     assert [r["iteration"] for r in resumed] == [4, 5, 6]
     assert exact(resumed) == exact(unbroken[3:])
     assert crcs(broken, 6) == crcs(whole, 6)
@@ -67,27 +75,51 @@ def test_a_resumed_run_equals_the_unbroken_one_bit_for_bit(name, tmp_path):
 
 @pytest.mark.parametrize(
     "before, after",
-    [((2, [DISTRIBUTED]), (1, [])), ((1, []), (2, [DISTRIBUTED])), ((2, []), (2, [DISTRIBUTED])), ((4, [*topology(ep=2), DISTRIBUTED]), (2, topology(ep=2)))],
+    [
+        ((2, [DISTRIBUTED]), (1, [])),
+        ((1, []), (2, [DISTRIBUTED])),
+        ((2, []), (2, [DISTRIBUTED])),
+        ((4, [*topology(ep=2), DISTRIBUTED]), (2, topology(ep=2))),
+    ],
     ids=["dp2-dp1", "dp1-dp2", "plain-distributed", "ep2-dp4-dp2"],
 )
 def test_dp_and_the_kind_of_optimizer_may_change(before, after, tmp_path):
     argv = tiny_flags(tmp_path, *SCHEDULE, steps=5)
     (nprocs, flags), (others, other_flags) = before, after
-    whole = launch_synthetic(nprocs, [*argv, *flags, "--from-scratch", "--save", str(tmp_path / "ck"), "--save-interval", "3"], tmp_path / "a.jsonl")
-    resumed = launch_synthetic(others, [*argv, *other_flags, "--load", str(tmp_path / "ck"), "--ckpt-step", "3"], tmp_path / "b.jsonl")
+    whole = launch_synthetic(
+        nprocs,
+        [*argv, *flags, "--from-scratch", "--save", str(tmp_path / "ck"), "--save-interval", "3"],
+        tmp_path / "a.jsonl",
+    )
+    resumed = launch_synthetic(
+        others, [*argv, *other_flags, "--load", str(tmp_path / "ck"), "--ckpt-step", "3"], tmp_path / "b.jsonl"
+    )
     assert [r["iteration"] for r in resumed] == [4, 5]
     for got, want in zip(resumed, whole[3:]):
         assert got["learning_rate"] == want["learning_rate"] and got["consumed_samples"] == want["consumed_samples"]
-        assert got["loss"] == pytest.approx(want["loss"], rel=1e-5) and got["grad_norm"] == pytest.approx(want["grad_norm"], rel=1e-4)
+        assert got["loss"] == pytest.approx(want["loss"], rel=1e-5) and got["grad_norm"] == pytest.approx(
+            want["grad_norm"], rel=1e-4
+        )
 
 
 @pytest.mark.parametrize("flags", [[], ["--bf16"]], ids=["fp32", "bf16"])
 def test_a_stage_with_nothing_to_train_saves_and_resumes(flags, tmp_path):
     """The second stage holds text layers alone, all frozen: no optimizer file beside it, and an exact resume."""
-    argv = tiny_flags(tmp_path, *topology(pp=2), *flags, steps=4, text_decoder={"freeze": ["decoder.layers.[23].*", "decoder.final_layernorm", "output_layer"]})
-    unbroken = launch_synthetic(2, [*argv, "--from-scratch", "--save", str(tmp_path / "ck"), "--save-interval", "2"], tmp_path / "a.jsonl")
+    argv = tiny_flags(
+        tmp_path,
+        *topology(pp=2),
+        *flags,
+        steps=4,
+        text_decoder={"freeze": ["decoder.layers.[23].*", "decoder.final_layernorm", "output_layer"]},
+    )
+    unbroken = launch_synthetic(
+        2, [*argv, "--from-scratch", "--save", str(tmp_path / "ck"), "--save-interval", "2"], tmp_path / "a.jsonl"
+    )
     files = {file.name for file in (tmp_path / "ck" / "iter_0000002" / "mp_rank_00_001").iterdir()}
-    assert files == {"model_optim_rng.pt"} and (tmp_path / "ck" / "iter_0000002" / "mp_rank_00_000" / "optim_dp000.pt").exists()
+    assert (
+        files == {"model_optim_rng.pt"}
+        and (tmp_path / "ck" / "iter_0000002" / "mp_rank_00_000" / "optim_dp000.pt").exists()
+    )
     resumed = launch_synthetic(2, [*argv, "--load", str(tmp_path / "ck"), "--ckpt-step", "2"], tmp_path / "b.jsonl")
     assert exact(resumed) == exact(unbroken[2:])
 
@@ -109,12 +141,17 @@ def _full_disk(rank: int, argv: list[str]) -> None:
 
 
 def test_a_failed_save_stops_all_ranks_and_leaves_the_one_before(tmp_path):
-    argv = tiny_flags(tmp_path, *topology(pp=2), "--from-scratch", "--save", str(tmp_path / "ck"), "--save-interval", "1")
+    argv = tiny_flags(
+        tmp_path, *topology(pp=2), "--from-scratch", "--save", str(tmp_path / "ck"), "--save-interval", "1"
+    )
     with pytest.raises(CaseFailed) as caught:
         run(_full_disk, 2, argv)
     assert str(caught.value).count("iteration 2 could not be written, the one before stays: rank 1: [Errno 28]") == 2
     assert open_checkpoint(tmp_path / "ck").manifest.iteration == 1
-    assert {child.name for child in (tmp_path / "ck").iterdir()} == {"iter_0000001", "latest_checkpointed_iteration.txt"}
+    assert {child.name for child in (tmp_path / "ck").iterdir()} == {
+        "iter_0000001",
+        "latest_checkpointed_iteration.txt",
+    }
 
 
 def test_the_data_position_is_resumed_on_every_rank(tmp_path):
@@ -125,148 +162,28 @@ def test_the_data_position_is_resumed_on_every_rank(tmp_path):
     launch_synthetic(2, [*argv, "--from-scratch"], tmp_path / "m.jsonl", Synthetic(record=str(tmp_path / "whole")))
     save, broken = ["--save", str(tmp_path / "ck")], Synthetic(record=str(tmp_path / "broken"))
     launch_synthetic(2, [*argv, *save, "--from-scratch", "--exit-interval", "3"], tmp_path / "m.jsonl", broken)
-    launch_synthetic(2, [*argv, *save, "--load", str(tmp_path / "ck"), "--exit-interval", "9"], tmp_path / "m.jsonl", broken)
+    launch_synthetic(
+        2, [*argv, *save, "--load", str(tmp_path / "ck"), "--exit-interval", "9"], tmp_path / "m.jsonl", broken
+    )
     launch_synthetic(2, [*argv, *save, "--load", str(tmp_path / "ck")], tmp_path / "m.jsonl", broken)
-    read = {name: [(tmp_path / name / f"rank{rank}.txt").read_text() for rank in range(2)] for name in ("whole", "broken")}
+    read = {
+        name: [(tmp_path / name / f"rank{rank}.txt").read_text() for rank in range(2)] for name in ("whole", "broken")
+    }
     assert read["whole"] == read["broken"]
     rows = [line.split() for text in read["whole"] for line in text.splitlines()]
     epoch = [id for step, id in rows if int(step) <= 5]
     assert len(epoch) == len(set(epoch)) == 20
 
 
-@pytest.fixture(scope="module")
-def saved(tmp_path_factory):
-    """A folder with two checkpoints (iterations 2 and 4) of one process, and the flags of the run."""
-    folder = tmp_path_factory.mktemp("saved")
-    argv = tiny_flags(folder, *SCHEDULE, "--exit-interval", "4", steps=6)
-    launch_synthetic(1, [*argv, "--from-scratch", "--save", str(folder / "ck"), "--save-interval", "2"], folder / "m.jsonl")
-    return folder
-
-
-def copy(saved: Path, tmp_path: Path) -> Path:
-    shutil.copytree(saved / "ck", tmp_path / "ck")
-    return tmp_path / "ck"
-
-
-def judged(argv: list[str], world: int = 1) -> str:
-    """The refusal, from names and manifests alone: no process has started."""
-    with pytest.raises(UserError) as caught:
-        check_source(plan(parse(argv), world))
-    return str(caught.value)
-
-
-def failed(argv: list[str], tmp_path: Path, nprocs: int = 1) -> str:
-    with pytest.raises(CaseFailed) as caught:
-        launch_synthetic(nprocs, argv, tmp_path / "m.jsonl")
-    assert not (tmp_path / "m.jsonl").exists() or not (tmp_path / "m.jsonl").read_text(), "a step was taken"
-    return str(caught.value)
-
-
-def test_a_wrong_load_path_is_refused_before_anything_starts(saved, tmp_path):
-    argv, folder = tiny_flags(tmp_path, steps=6), copy(saved, tmp_path)
-
-    def load(path, *more) -> str:
-        message = judged([*argv, "--load", str(path), *more])
-        assert str(path) in message
-        return message
-
-    assert "Did you mean" in load(tmp_path / "cc")  # a typo
-    (tmp_path / "empty").mkdir()
-    assert "empty" in load(tmp_path / "empty")
-    assert str(folder) in load(tmp_path)  # the parent of the right folder
-    assert "iter_0000002" in load(folder, "--ckpt-step", "3")  # a step that is absent: those there are named
-    assert "so it is not a checkpoint folder" in load(folder / "iter_0000002" / "mp_rank_00")
-    (folder / "latest_checkpointed_iteration.txt").unlink()
-    assert "latest_checkpointed_iteration.txt" in load(folder)
-
-
-def test_another_layout_or_split_names_both_and_the_command(saved, tmp_path):
-    load = ["--load", str(saved / "ck")]
-    message = judged([*tiny_flags(tmp_path, *topology(pp=2)), *load], world=2)
-    assert "pp 1 there, 2 here" in message and "mm-convert resplit" in message and "--pp 2" in message
-    message = judged([*tiny_flags(tmp_path, *topology(tp=2), SP), *load], world=2)
-    assert "tp 1 there, 2 here" in message
-    pp2 = tiny_flags(tmp_path / "pp2", *topology(pp=2), steps=1, text_decoder={"pipeline_num_layers": [1, 3]})
-    launch_synthetic(2, [*pp2, "--from-scratch", "--save", str(tmp_path / "two")], tmp_path / "m.jsonl")
-    other = tiny_flags(tmp_path / "other", *topology(pp=2), text_decoder={"pipeline_num_layers": [2, 2]})
-    message = judged([*other, "--load", str(tmp_path / "two")], world=2)
-    assert "[[1, 3]]" in message and "[[2, 2]]" in message and "mm-convert resplit" in message
-
-
-def test_another_model_is_refused_by_field(saved, tmp_path):
-    message = failed(tiny_flags(tmp_path, "--load", str(saved / "ck"), steps=6, text_decoder={"rms_norm_eps": 1e-6}), tmp_path)
-    assert "rms_norm_eps" in message and "1e-06" in message and "1e-05" in message
-
-
-def test_damage_is_refused_by_file_and_name(saved, tmp_path):
-    folder = copy(saved, tmp_path)
-    step = folder / "iter_0000004"
-    argv = tiny_flags(tmp_path, *SCHEDULE, "--load", str(folder), steps=6)
-    for part in ("optimizer", "tensors"):
-        entry = getattr(open_checkpoint(folder).manifest, part)[3]
-        file = step / entry.file
-        before = file.read_bytes()
-        file.write_bytes(before[: entry.offset] + bytes([before[entry.offset] ^ 1]) + before[entry.offset + 1 :])
-        message = failed(argv, tmp_path)
-        assert entry.file in message and entry.name in message, message
-        file.write_bytes(before)
-    (step / "mp_rank_00" / "optim_dp000.pt").rename(tmp_path / "gone.pt")
-    assert "optim_dp000.pt: missing" in judged(argv)
-
-
-def test_what_is_frozen_may_not_change_silently(saved, tmp_path):
-    argv = tiny_flags(tmp_path, *SCHEDULE, "--load", str(saved / "ck"), steps=6, text_decoder={"freeze": ["embedding"]})
-    message = failed(argv, tmp_path)
-    assert "Saved but not trained here: text_decoder.embedding.word_embeddings.weight" in message and "--no-load-optim" in message
-    assert len(launch_synthetic(1, [*argv, "--no-load-optim"], tmp_path / "m2.jsonl")) == 2
-
-
-def test_weights_alone(saved, tmp_path):
-    argv = tiny_flags(tmp_path, *SCHEDULE, "--load", str(saved / "ck"), steps=6)
-    records = launch_synthetic(1, [*argv, "--finetune"], tmp_path / "a.jsonl")
-    assert [r["iteration"] for r in records] == [1, 2, 3, 4, 5, 6] and records[0]["consumed_samples"] == 4
-    (said,) = printed(1, [*argv, "--no-load-optim", "--no-load-rng"])
-    assert "iteration        5/       6" in said and "iteration 4, 16 samples consumed" in said
-    assert "optimizer state not loaded (--no-load-optim)" in said and "random states not loaded (--no-load-rng)" in said
-
-
-def test_a_checkpoint_without_optimizer_state_says_so(tmp_path):
-    argv = tiny_flags(tmp_path, steps=2)
-    launch_synthetic(1, [*argv, "--from-scratch", "--save", str(tmp_path / "ck"), "--no-save-optim"], tmp_path / "m.jsonl")
-    again = tiny_flags(tmp_path, "--load", str(tmp_path / "ck"), steps=3)
-    assert "holds no optimizer state" in judged(again) and "--no-load-optim" in judged(again)
-
-
-def test_nothing_left_to_do_is_an_error(saved, tmp_path):
-    message = judged(tiny_flags(tmp_path, *SCHEDULE, "--load", str(saved / "ck"), steps=4))
-    assert "iteration 4" in message and "--train-iters is 4" in message
-
-
-def test_the_schedule_is_never_changed_in_silence(saved, tmp_path):
-    """Saved by a run of 6 iterations; going on to 8 stretches the decay."""
-    argv = tiny_flags(tmp_path, *SCHEDULE, "--load", str(saved / "ck"), steps=8)
-    message = failed(argv, tmp_path)
-    assert "lr_decay_steps was 24, is now 32" in message and "--override-opt_param-scheduler" in message
-    (said,) = printed(1, [*argv, "--use-checkpoint-opt_param-scheduler", "--log-metrics", str(tmp_path / "a.jsonl")])
-    assert "the checkpoint's schedule" in said and "differing: lr_decay_steps" in said
-    taken = [r["learning_rate"] for r in read_metrics(tmp_path / "a.jsonl")]
-    assert taken[0] == read_metrics(saved / "m.jsonl")[-1]["next_learning_rate"] and taken[-1] == pytest.approx(1e-5)
-    (said,) = printed(1, [*argv, "--override-opt_param-scheduler", "--log-metrics", str(tmp_path / "b.jsonl")])
-    assert "the command line's schedule" in said
-    unbroken = launch_synthetic(1, tiny_flags(tmp_path, *SCHEDULE, "--from-scratch", steps=8), tmp_path / "c.jsonl")
-    assert [r["learning_rate"] for r in read_metrics(tmp_path / "b.jsonl")] == [r["learning_rate"] for r in unbroken[4:]]
-
-
-def test_flags_that_changed_are_named(saved, tmp_path):
-    argv = tiny_flags(tmp_path, *SCHEDULE, "--load", str(saved / "ck"), "--ckpt-step", "2", "--clip-grad", "0.5", "--exit-interval", "3", steps=6)
-    (said,) = printed(1, argv)
-    assert "--clip-grad was 1.0, is 0.5" in said and "iteration        3/       6" in said
-
-
 def test_sigterm_on_one_rank_saves_on_all_and_resumes_exactly(tmp_path):
     argv = tiny_flags(tmp_path, steps=5)
     unbroken = launch_synthetic(2, [*argv, "--from-scratch"], tmp_path / "a.jsonl")
-    stopped = run(train_synthetic, 2, [*argv, "--from-scratch", "--save", str(tmp_path / "ck"), "--log-metrics", str(tmp_path / "b.jsonl")], Synthetic(terminate=(2, 1)))
+    stopped = run(
+        train_synthetic,
+        2,
+        [*argv, "--from-scratch", "--save", str(tmp_path / "ck"), "--log-metrics", str(tmp_path / "b.jsonl")],
+        Synthetic(terminate=(2, 1)),
+    )
     assert all("stopped by SIGTERM after iteration 2, saved at iteration 2" in text for text in stopped)
     assert (tmp_path / "ck" / "latest_checkpointed_iteration.txt").read_text() == "2"
     resumed = launch_synthetic(2, [*argv, "--load", str(tmp_path / "ck")], tmp_path / "b.jsonl")
@@ -302,7 +219,14 @@ def test_twenty_kills_while_saving_lose_nothing(tmp_path):
         if at:
             assert open_checkpoint(save).manifest.iteration == at  # what the tracker names is complete
         with pytest.raises(CaseFailed):
-            run(_train_and_die, 2, [*going, *(("--load", str(save)) if at else ("--from-scratch",))], str(save), draw.uniform(0, 0.15), timeout=60)
+            run(
+                _train_and_die,
+                2,
+                [*going, *(("--load", str(save)) if at else ("--from-scratch",))],
+                str(save),
+                draw.uniform(0, 0.15),
+                timeout=60,
+            )
         reached.append(at)
     assert reached == sorted(reached)
     at = (save / "latest_checkpointed_iteration.txt").exists()
@@ -325,7 +249,11 @@ def test_a_run_goes_on_at_another_topology_after_resplit(name, tmp_path):
 
     (nprocs, flags), (others, other_flags), how = RESPLITS[name]
     argv = tiny_flags(tmp_path, *SCHEDULE, steps=5)
-    whole = launch_synthetic(nprocs, [*argv, *flags, "--from-scratch", "--save", str(tmp_path / "ck"), "--save-interval", "3"], tmp_path / "a.jsonl")
+    whole = launch_synthetic(
+        nprocs,
+        [*argv, *flags, "--from-scratch", "--save", str(tmp_path / "ck"), "--save-interval", "3"],
+        tmp_path / "a.jsonl",
+    )
     (tmp_path / "ck" / "latest_checkpointed_iteration.txt").write_text("3")
     assert main(["resplit", "--mm", str(tmp_path / "ck"), "--out", str(tmp_path / "new"), *how]) in (0, None)
     resumed = launch_synthetic(others, [*argv, *other_flags, "--load", str(tmp_path / "new")], tmp_path / "b.jsonl")

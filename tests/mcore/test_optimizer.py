@@ -23,7 +23,10 @@ def _reference(steps: int) -> dict[str, tuple[torch.Tensor, ...]]:
         adam.zero_grad()
         network(standin.batch(number)).backward()
         adam.step()
-    return {name: (p.detach(), adam.state[p]["exp_avg"], adam.state[p]["exp_avg_sq"]) for name, p in network.named_parameters()}
+    return {
+        name: (p.detach(), adam.state[p]["exp_avg"], adam.state[p]["exp_avg_sq"])
+        for name, p in network.named_parameters()
+    }
 
 
 def _build(flags, *, dtype=torch.float32, ep=1, frozen=()):
@@ -77,10 +80,14 @@ def test_state_is_complete_and_equals_plain_adamw(flags, dp):
         whole = _assemble(states, key)
         assert whole.keys() == TRAINED
         for name, value in whole.items():
-            torch.testing.assert_close(value, reference[name][place].reshape(-1), rtol=2e-5, atol=1e-7, msg=f"{key} of {name}")
+            torch.testing.assert_close(
+                value, reference[name][place].reshape(-1), rtol=2e-5, atol=1e-7, msg=f"{key} of {name}"
+            )
 
 
-@pytest.mark.parametrize("flags", [("--bf16",), ("--bf16", "--use-distributed-optimizer")], ids=["plain", "distributed"])
+@pytest.mark.parametrize(
+    "flags", [("--bf16",), ("--bf16", "--use-distributed-optimizer")], ids=["plain", "distributed"]
+)
 @pytest.mark.parametrize("dp", [1, 2])
 def test_fp32_router_in_a_bf16_model_keeps_its_own_state(flags, dp):
     results = run(_train, dp, flags, torch.bfloat16, 1, 2, dp)
@@ -102,7 +109,9 @@ def _train_saving(rank, flags, steps, more, saved_flags, saved):
                 parameter.copy_(weights[name.removeprefix("module.")])
         optimizer.reload_model_params()
         pieces = opt.shards(optimizer, [chunk])
-        opt.import_state(pieces, [(f"optim_dp{i:03d}.pt", state) for i, state in enumerate(states)], trainable=TRAINED, where="test")
+        opt.import_state(
+            pieces, [(f"optim_dp{i:03d}.pt", state) for i, state in enumerate(states)], trainable=TRAINED, where="test"
+        )
     dp = torch.distributed.get_world_size()
     for number in range(steps, more):
         standin.step(chunk, optimizer, number, rank, dp)
@@ -124,7 +133,15 @@ def test_reload_continues_bit_equal(flags, dp):
 DISTRIBUTED = ("--use-distributed-optimizer",)
 
 
-@pytest.mark.parametrize("before, after", [((2, DISTRIBUTED), (1, ())), ((1, ()), (2, DISTRIBUTED)), ((3, DISTRIBUTED), (2, DISTRIBUTED)), ((2, ()), (2, DISTRIBUTED))])
+@pytest.mark.parametrize(
+    "before, after",
+    [
+        ((2, DISTRIBUTED), (1, ())),
+        ((1, ()), (2, DISTRIBUTED)),
+        ((3, DISTRIBUTED), (2, DISTRIBUTED)),
+        ((2, ()), (2, DISTRIBUTED)),
+    ],
+)
 def test_one_format_at_any_dp_and_with_either_optimizer(before, after):
     (dp, flags), (dp2, flags2) = before, after
     half = run(_train_saving, dp, flags, 0, 3, flags, None)

@@ -28,37 +28,61 @@ LINE = re.compile(
 
 
 def command(nprocs: int, *argv: str) -> list[str]:
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(nprocs)] if nprocs else [sys.executable]
+    launcher = (
+        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(nprocs)]
+        if nprocs
+        else [sys.executable]
+    )
     return [*launcher, str(ROOT / "pretrain_vlm.py"), *argv]
 
 
 def environment() -> dict[str, str]:
-    clean = {key: value for key, value in os.environ.items() if key not in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")}
+    clean = {
+        key: value
+        for key, value in os.environ.items()
+        if key not in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+    }
     return clean | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
 
 
 def start(nprocs: int, *argv: str, cwd: Path | None = None, timeout: float = 240) -> subprocess.CompletedProcess:
-    return subprocess.run(command(nprocs, *argv), cwd=cwd, env=environment(), capture_output=True, text=True, timeout=timeout)
+    return subprocess.run(
+        command(nprocs, *argv), cwd=cwd, env=environment(), capture_output=True, text=True, timeout=timeout
+    )
 
 
 def test_torchrun_trains_logs_and_ends_well(world, tmp_path):  # noqa: F811
     """TP2 · PP2 on four processes, from another folder with a space in its name; losses are Hugging Face's."""
     folder = tmp_path / "a folder"
     folder.mkdir()
-    flags = world.flags(*topology(tp=2, pp=2), SP, "--save", "out", "--log-metrics", "m.jsonl", "--tensorboard-dir", "tb", steps=3)
+    flags = world.flags(
+        *topology(tp=2, pp=2), SP, "--save", "out", "--log-metrics", "m.jsonl", "--tensorboard-dir", "tb", steps=3
+    )
     done = start(4, *flags, cwd=folder)
     assert done.returncode == 0, done.stderr[-3000:]
     lines = [match for line in done.stdout.splitlines() if (match := LINE.fullmatch(line))]
-    assert [(int(m["iteration"]), int(m["total"]), int(m["consumed"]), int(m["gbs"])) for m in lines] == [(1, 3, 4, 4), (2, 3, 8, 4), (3, 3, 12, 4)]
+    assert [(int(m["iteration"]), int(m["total"]), int(m["consumed"]), int(m["gbs"])) for m in lines] == [
+        (1, 3, 4, 4),
+        (2, 3, 8, 4),
+        (3, 3, 12, 4),
+    ]
     records = read_metrics(folder / "m.jsonl")
     agree(records, reference(world, steps=3)["records"])
     assert [float(m["loss"]) for m in lines] == pytest.approx([r["loss"] for r in records], rel=1e-6)
     assert [float(m["lr"]) for m in lines] == pytest.approx([r["next_learning_rate"] for r in records])
     assert {(m["skipped"], m["nans"]) for m in lines} == {("0", "0")}
     assert open_checkpoint(folder / "out").manifest.iteration == 3
-    assert {p.name for p in (folder / "out" / "iter_0000003").iterdir()} == {"manifest.json", *(f"mp_rank_{t:02d}_{p:03d}" for t in (0, 1) for p in (0, 1))}
+    assert {p.name for p in (folder / "out" / "iter_0000003").iterdir()} == {
+        "manifest.json",
+        *(f"mp_rank_{t:02d}_{p:03d}" for t in (0, 1) for p in (0, 1)),
+    }
     assert list((folder / "tb").glob("events.out.tfevents.*"))
-    for said in ("rank  stage  tp  dp  ep  chunk: holds", "frozen: 0 parameters", "saved iteration 3", "training ended at iteration 3 of 3"):
+    for said in (
+        "rank  stage  tp  dp  ep  chunk: holds",
+        "frozen: 0 parameters",
+        "saved iteration 3",
+        "training ended at iteration 3 of 3",
+    ):
         assert done.stdout.count(said) == 1, said
     assert "\x1b" not in done.stdout  # no progress bar outside a terminal
 
@@ -120,7 +144,9 @@ def test_a_worker_that_dies_fails_the_run(world, tmp_path):  # noqa: F811
 
 def test_sigterm_saves_and_the_run_goes_on_from_there(world, tmp_path):  # noqa: F811
     flags = world.flags("--save", str(tmp_path / "ck"), "--log-metrics", str(tmp_path / "m.jsonl"), steps=400)
-    process = subprocess.Popen(command(2, *flags), env=environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    process = subprocess.Popen(
+        command(2, *flags), env=environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
     deadline = time.monotonic() + 200
     while not ((tmp_path / "m.jsonl").exists() and (tmp_path / "m.jsonl").read_text().count("\n") >= 2):
         assert process.poll() is None and time.monotonic() < deadline

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from tests.mcore.training_kit import launch, reference, world  # noqa: F401
+from tests.harness import CaseFailed
+from tests.mcore.training_kit import Synthetic, launch, launch_synthetic, reference, tiny_flags, world  # noqa: F401
 
 FLAGS = {
     "tp": "--tensor-model-parallel-size",
@@ -44,7 +45,18 @@ CASES = {
     "tp2-sp": (2, [*topology(tp=2), SP]),
     "tp2-etp1-ep2": (2, [*topology(tp=2, etp=1, ep=2), SP, DISTRIBUTED]),
     "full-recompute": (1, ["--recompute-granularity", "full", "--recompute-method", "uniform"]),
-    "block-recompute": (2, [*topology(pp=2), "--recompute-granularity", "full", "--recompute-method", "block", "--recompute-num-layers", "1"]),
+    "block-recompute": (
+        2,
+        [
+            *topology(pp=2),
+            "--recompute-granularity",
+            "full",
+            "--recompute-method",
+            "block",
+            "--recompute-num-layers",
+            "1",
+        ],
+    ),
     "selective-recompute": (2, [*topology(tp=2), SP, "--recompute-granularity", "selective"]),
     "tp2-pp2": (4, [*topology(tp=2, pp=2), SP]),
     "dp2-pp2-distributed": (4, [*topology(pp=2), DISTRIBUTED]),
@@ -57,3 +69,17 @@ def test_losses_equal_a_plain_hugging_face_loop(name, world, losses, tmp_path): 
     nprocs, flags = CASES[name]
     records = launch(nprocs, world.flags(*flags), tmp_path / "metrics.jsonl")
     agree(records, losses)
+
+
+def test_from_scratch_starts_and_goes_the_same_everywhere(tmp_path):
+    argv = tiny_flags(tmp_path, "--from-scratch", steps=3)
+    one = launch_synthetic(1, argv, tmp_path / "one.jsonl")
+    four = launch_synthetic(4, [*argv, *topology(tp=2, etp=1, pp=2), SP], tmp_path / "four.jsonl")
+    agree(four, one)
+    other = launch_synthetic(1, [*argv, "--seed", "2"], tmp_path / "two.jsonl")
+    assert other[0]["loss"] != pytest.approx(one[0]["loss"], rel=1e-4)
+
+
+def test_fewer_samples_than_one_global_batch_is_an_error(tmp_path):
+    with pytest.raises(CaseFailed, match="3 samples are fewer than one global batch of 4"):
+        launch_synthetic(2, tiny_flags(tmp_path, "--from-scratch"), tmp_path / "m.jsonl", Synthetic(total=3))

@@ -43,7 +43,7 @@ def test_the_seeds_own_greps_read_it():
 
 def test_metrics_hold_full_precision_and_forget_what_a_broken_run_did(tmp_path):
     path = str(tmp_path / "deep" / "metrics.jsonl")
-    for first, last, stop in ((0, 3, None), (2, 4, None)):
+    for first, last in ((0, 3), (2, 4)):
         journal = log.Journal(speaks=True, interval=10, train_iters=9, start=first, metrics=path, tensorboard=None)
         for iteration in range(first + 1, last + 1):
             journal.add(log.Iteration(**(WHOLE | {"iteration": iteration, "loss": iteration / 3})))
@@ -69,14 +69,24 @@ def test_the_table_says_what_each_rank_holds(tmp_path):
     assert log.holdings(split, 1) == ("vision 1 + projector", "text 3 + head")
     said = printed(4, tiny_flags(tmp_path, *topology(tp=2, etp=1, pp=2), SP, "--from-scratch", steps=1))[0].splitlines()
     table = said[next(i for i, line in enumerate(said) if line.startswith("rank  stage")) :][:5]
-    assert [line.split()[:5] for line in table[1:]] == [["0", "0", "0", "0", "0"], ["1", "0", "1", "0", "0"], ["2", "1", "0", "0", "0"], ["3", "1", "1", "0", "0"]]
+    assert [line.split()[:5] for line in table[1:]] == [
+        ["0", "0", "0", "0", "0"],
+        ["1", "0", "1", "0", "0"],
+        ["2", "1", "0", "0", "0"],
+        ["3", "1", "1", "0", "0"],
+    ]
     assert "0: patches + vision 0-1 + projector + embedding + text 0-1" in table[1] and "0: text 2-3 + head" in table[3]
     assert all(re.search(r"0-7 +[\d,]+ of [\d,]+$", line) for line in table[1:])
 
 
 def test_resolved_configuration_is_printed_once(tmp_path):
     said = "".join(printed(2, tiny_flags(tmp_path, "--from-scratch", steps=1)))
-    for words in ("  lr .......", "model.json: {", "batches: global 4 = micro 1 · dp 2 · 2 micro-batches; loss default", "parameters; none on"):
+    for words in (
+        "  lr .......",
+        "model.json: {",
+        "batches: global 4 = micro 1 · dp 2 · 2 micro-batches; loss default",
+        "parameters; none on",
+    ):
         assert said.count(words) == 1, words
 
 
@@ -91,7 +101,14 @@ def _hang(rank: int, file: str) -> None:
     sys.stderr = os.fdopen(2, "w")
     layout = ParallelLayout(pp=2)
     plan = type("Plan", (), {"layout": layout})
-    session = Session(plan=plan, rank=rank, coords=layout.coords(rank), device=torch.device("cpu"), dtype=torch.float32, position=Position(step=3))
+    session = Session(
+        plan=plan,
+        rank=rank,
+        coords=layout.coords(rank),
+        device=torch.device("cpu"),
+        dtype=torch.float32,
+        position=Position(step=3),
+    )
     session.position.at("forward and backward", micro_batch=1, chunk=0)
     with Watchdog(session, seconds=0.5):
         if rank == 1:
@@ -106,7 +123,10 @@ def test_a_rank_that_does_not_move_prints_its_place_and_stack(tmp_path):
     run(_hang, 2, str(tmp_path / "err"))
     said = (tmp_path / "err").read_text()
     assert said.count("has not moved for") == 1
-    assert "rank 1 (stage 1, tp 0, dp 0, ep 0) has not moved for" in said and "at step 3, forward and backward, micro-batch 1, chunk 0" in said
+    assert (
+        "rank 1 (stage 1, tp 0, dp 0, ep 0) has not moved for" in said
+        and "at step 3, forward and backward, micro-batch 1, chunk 0" in said
+    )
     assert "in _hang" in said and "most recent call first" in said
 
 
@@ -153,5 +173,5 @@ def test_tied_copies_on_two_stages_are_compared(tmp_path):
     tied = {"untie_embeddings_and_output_weights": False}
     argv = tiny_flags(tmp_path, *topology(pp=2), "--from-scratch", "--check-replicas", "1", steps=2, text_decoder=tied)
     assert len(launch_synthetic(2, argv, tmp_path / "m.jsonl")) == 2
-    with pytest.raises(CaseFailed, match="word_embeddings.weight is replicated, but ranks"):
+    with pytest.raises(CaseFailed, match=r"word_embeddings\.weight is replicated, but ranks"):
         run(_drift, 2, argv, "output_layer.weight", 1)

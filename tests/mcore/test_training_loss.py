@@ -16,7 +16,6 @@ from tests.mcore.test_training import DISTRIBUTED, SP, agree, topology
 from tests.mcore.training_kit import Synthetic, launch, launch_synthetic, printed, reference, tiny_flags, world  # noqa: F401
 
 
-
 def test_the_two_loss_modes_by_hand():
     """3 and 9 labelled tokens, sums 6.0 and 9.0: 1.25 by token, 1.5 by micro-batch, however they are spread."""
     sums, counts = torch.tensor([6.0, 9.0]), [3, 9]
@@ -35,8 +34,15 @@ def test_both_modes_equal_hugging_face_however_the_batch_is_cut(mode, world, tmp
     expected = {micro: reference(world, steps=2, micro=micro, loss_type=mode, rate=1e-4)["records"] for micro in (1, 2)}
     same = expected[1][0]["loss"] == pytest.approx(expected[2][0]["loss"], rel=1e-5)
     assert same == (mode == "per_token_loss")
-    for name, nprocs, micro, flags in (("acc", 1, 1, []), ("two", 1, 2, []), ("dp2", 2, 2, [DISTRIBUTED]), ("pp2", 2, 1, topology(pp=2))):
-        records = launch(nprocs, world.flags(*flags, steps=2, micro=micro, model=model, rate=1e-4), tmp_path / f"{name}.jsonl")
+    for name, nprocs, micro, flags in (
+        ("acc", 1, 1, []),
+        ("two", 1, 2, []),
+        ("dp2", 2, 2, [DISTRIBUTED]),
+        ("pp2", 2, 1, topology(pp=2)),
+    ):
+        records = launch(
+            nprocs, world.flags(*flags, steps=2, micro=micro, model=model, rate=1e-4), tmp_path / f"{name}.jsonl"
+        )
         agree(records, expected[micro])
 
 
@@ -71,7 +77,9 @@ def test_an_empty_micro_batch_is_left_out(name, mode, tmp_path):
     with_it = tiny_flags(tmp_path, *flags, "--from-scratch", "--save", str(tmp_path / "b"), batch=len(order), **common)
     (want,) = launch_synthetic(1, alone, tmp_path / "a.jsonl", Synthetic(order=others))
     (got,) = launch_synthetic(nprocs, with_it, tmp_path / "b.jsonl", Synthetic(order=order, unlabelled=frozenset({5})))
-    assert got["loss"] == pytest.approx(want["loss"], rel=1e-5) and got["grad_norm"] == pytest.approx(want["grad_norm"], rel=1e-4)
+    assert got["loss"] == pytest.approx(want["loss"], rel=1e-5) and got["grad_norm"] == pytest.approx(
+        want["grad_norm"], rel=1e-4
+    )
     assert got["labelled_tokens"] == want["labelled_tokens"]
     if "--tensor-model-parallel-size" in flags or "--pipeline-model-parallel-size" in flags:
         return
@@ -81,12 +89,25 @@ def test_an_empty_micro_batch_is_left_out(name, mode, tmp_path):
         assert (moments[key] - value).norm() <= 1e-4 * max(value.norm(), 1e-7), key
 
 
-@pytest.mark.parametrize("nprocs, flags", [(2, []), (2, topology(pp=2)), (2, topology(pp=2, vpp=2)), (2, [*topology(tp=2), SP])])
+@pytest.mark.parametrize(
+    "nprocs, flags", [(2, []), (2, topology(pp=2)), (2, topology(pp=2, vpp=2)), (2, [*topology(tp=2), SP])]
+)
 def test_an_all_empty_step_changes_nothing_and_hangs_nobody(nprocs, flags, tmp_path):
     """Step 2 has no label anywhere; weight decay 0: weights after it are those before it, bit for bit."""
     order = (1, 2, 4, 7, 5, 6, 8, 9, 10, 11, 13, 14)
     provider = Synthetic(order=order, unlabelled=frozenset({5, 6, 8, 9}))
-    argv = tiny_flags(tmp_path, *flags, "--from-scratch", "--weight-decay", "0", "--save", str(tmp_path / "ck"), "--save-interval", "1", steps=3)
+    argv = tiny_flags(
+        tmp_path,
+        *flags,
+        "--from-scratch",
+        "--weight-decay",
+        "0",
+        "--save",
+        str(tmp_path / "ck"),
+        "--save-interval",
+        "1",
+        steps=3,
+    )
     said = printed(nprocs, [*argv, "--log-metrics", str(tmp_path / "m.jsonl")], provider)
     records = [json.loads(line) for line in (tmp_path / "m.jsonl").read_text().splitlines()]
     assert [r["skipped"] for r in records] == [0, 1, 0] and records[1]["loss"] is None and records[2]["loss"] > 0
@@ -95,15 +116,21 @@ def test_an_all_empty_step_changes_nothing_and_hangs_nobody(nprocs, flags, tmp_p
     line = next(line for line in said[-1].splitlines() if "iteration        2/" in line)
     assert "lm loss" not in line and "number of skipped iterations:   1 |" in line
     before, after, later = (
-        {(e.name, e.file): e.crc32 for e in open_checkpoint(tmp_path / "ck", step).manifest.tensors} for step in (1, 2, 3)
+        {(e.name, e.file): e.crc32 for e in open_checkpoint(tmp_path / "ck", step).manifest.tensors}
+        for step in (1, 2, 3)
     )
     assert before == after != later
 
 
-@pytest.mark.parametrize("nprocs, flags, rank", [(1, [], 0), (2, [], 1), (2, [DISTRIBUTED], 0), (2, topology(pp=2), 0), (2, topology(ep=2), 1)])
+@pytest.mark.parametrize(
+    "nprocs, flags, rank",
+    [(1, [], 0), (2, [], 1), (2, [DISTRIBUTED], 0), (2, topology(pp=2), 0), (2, topology(ep=2), 1)],
+)
 def test_a_nan_stops_every_rank_with_step_and_place(nprocs, flags, rank, tmp_path):
     """Rank `rank` sees a NaN in step 2; nobody goes on, and the checkpoint of step 1 is the last."""
-    argv = tiny_flags(tmp_path, *flags, "--from-scratch", "--save", str(tmp_path / "ck"), "--save-interval", "1", steps=4)
+    argv = tiny_flags(
+        tmp_path, *flags, "--from-scratch", "--save", str(tmp_path / "ck"), "--save-interval", "1", steps=4
+    )
     with pytest.raises(CaseFailed) as caught:
         launch_synthetic(nprocs, argv, tmp_path / "m.jsonl", Synthetic(order=(1, 2, 4, 5) * 4, poison=(2, rank)))
     message = str(caught.value)
@@ -112,15 +139,38 @@ def test_a_nan_stops_every_rank_with_step_and_place(nprocs, flags, rank, tmp_pat
     assert open_checkpoint(tmp_path / "ck").manifest.iteration == 1
 
 
-PARTS = {"vision_encoder": "image_encoder.encoder.", "vision_projector": "image_encoder.projector.", "text_decoder": "text_decoder."}
-FROZEN = [(), ("vision_encoder",), ("vision_projector",), ("text_decoder",), ("vision_encoder", "vision_projector"), ("vision_encoder", "text_decoder")]
+PARTS = {
+    "vision_encoder": "image_encoder.encoder.",
+    "vision_projector": "image_encoder.projector.",
+    "text_decoder": "text_decoder.",
+}
+FROZEN = [
+    (),
+    ("vision_encoder",),
+    ("vision_projector",),
+    ("text_decoder",),
+    ("vision_encoder", "vision_projector"),
+    ("vision_encoder", "text_decoder"),
+]
 
 
 @pytest.mark.parametrize("frozen", FROZEN, ids=lambda parts: "+".join(parts) or "none")
 def test_frozen_stays_and_the_rest_moves(frozen, tmp_path):
     nprocs, flags = (2, topology(pp=2)) if frozen else (1, [])
     sections = {part: {"freeze": part in frozen} for part in PARTS}
-    argv = tiny_flags(tmp_path, *flags, "--from-scratch", "--weight-decay", "0.1", "--save", str(tmp_path / "ck"), "--save-interval", "1", steps=3, **sections)
+    argv = tiny_flags(
+        tmp_path,
+        *flags,
+        "--from-scratch",
+        "--weight-decay",
+        "0.1",
+        "--save",
+        str(tmp_path / "ck"),
+        "--save-interval",
+        "1",
+        steps=3,
+        **sections,
+    )
     said = printed(nprocs, argv)
     first, last = (open_checkpoint(tmp_path / "ck", step).manifest for step in (1, 3))
     before, after = ({e.name: e.crc32 for e in manifest.tensors} for manifest in (first, last))
@@ -130,22 +180,38 @@ def test_frozen_stays_and_the_rest_moves(frozen, tmp_path):
         assert (before[name] == after[name]) == still, name
         assert (name in stepped) != still, name
     listed = int(re.search(r"frozen: (\d+) parameters", said[0])[1])
-    assert listed == sum(any(name.startswith(PARTS[part]) for part in frozen) for name in before if not name.endswith("e_score_correction_bias"))
+    assert listed == sum(
+        any(name.startswith(PARTS[part]) for part in frozen)
+        for name in before
+        if not name.endswith("e_score_correction_bias")
+    )
 
 
 def test_freeze_patterns_and_the_default_are_printed(tmp_path):
     sections = {"vision_encoder": {"freeze": None}, "text_decoder": {"freeze": ["embedding", "decoder.layers.0.*"]}}
     (said,) = printed(1, tiny_flags(tmp_path, "--from-scratch", steps=1, **sections))
     assert "freeze vision_encoder: True (the default; model.json does not say)" in said
-    assert "\n  text_decoder.embedding.word_embeddings.weight" in said and "\n  text_decoder.decoder.layers.0.mlp.linear_fc1.weight" in said
-    assert "\n  text_decoder.decoder.layers.1.mlp.router.weight" not in said.partition("frozen:")[2].partition("weight decay")[0]
+    assert (
+        "\n  text_decoder.embedding.word_embeddings.weight" in said
+        and "\n  text_decoder.decoder.layers.0.mlp.linear_fc1.weight" in said
+    )
+    assert (
+        "\n  text_decoder.decoder.layers.1.mlp.router.weight"
+        not in said.partition("frozen:")[2].partition("weight decay")[0]
+    )
 
 
 def test_all_frozen_and_a_pattern_that_matches_nothing_are_refused(tmp_path):
     with pytest.raises(CaseFailed, match="every parameter is frozen"):
-        launch_synthetic(1, tiny_flags(tmp_path, "--from-scratch", **{part: {"freeze": True} for part in PARTS}), tmp_path / "m.jsonl")
+        launch_synthetic(
+            1,
+            tiny_flags(tmp_path, "--from-scratch", **{part: {"freeze": True} for part in PARTS}),
+            tmp_path / "m.jsonl",
+        )
     with pytest.raises(CaseFailed, match="pattern 'embeding' matches no parameter"):
-        launch_synthetic(1, tiny_flags(tmp_path, "--from-scratch", text_decoder={"freeze": ["embeding"]}), tmp_path / "m.jsonl")
+        launch_synthetic(
+            1, tiny_flags(tmp_path, "--from-scratch", text_decoder={"freeze": ["embeding"]}), tmp_path / "m.jsonl"
+        )
 
 
 def _other_samples(rank: int) -> None:

@@ -59,17 +59,39 @@ class World:
         """data.json, with loader keys and basic_parameters updated."""
         value = json.loads((self.folder / "data" / "data.json").read_text())
         for key, new in basic.items():
-            section = value["dataloader_param"] if key in value["dataloader_param"] else value["dataset_param"]["basic_parameters"]
+            section = (
+                value["dataloader_param"]
+                if key in value["dataloader_param"]
+                else value["dataset_param"]["basic_parameters"]
+            )
             section[key] = new
         path = self.folder / f"{name}.json"
         path.write_text(json.dumps(value))
         return path
 
-    def flags(self, *extra: str, steps: int = STEPS, model: Path | None = None, data: Path | None = None, start: str | None = "hf", micro: int = 1, rate: float = RATE) -> list[str]:
+    def flags(
+        self,
+        *extra: str,
+        steps: int = STEPS,
+        model: Path | None = None,
+        data: Path | None = None,
+        start: str | None = "hf",
+        micro: int = 1,
+        rate: float = RATE,
+    ) -> list[str]:
         """The flags of a run; `start` is a folder, "hf" for the checkpoint, None for none (give --from-scratch)."""
         flags = ["--mm-model", str(model or self.model()), "--mm-data", str(data or self.folder / "data" / "data.json")]
         flags += ["--micro-batch-size", str(micro), "--global-batch-size", str(BATCH), "--train-iters", str(steps)]
-        flags += ["--lr", str(rate), "--weight-decay", str(DECAY), "--clip-grad", str(CLIP), "--distributed-timeout-minutes", "1"]
+        flags += [
+            "--lr",
+            str(rate),
+            "--weight-decay",
+            str(DECAY),
+            "--clip-grad",
+            str(CLIP),
+            "--distributed-timeout-minutes",
+            "1",
+        ]
         flags += ["--load", str(self.hf if start == "hf" else start)] if start else []
         return [*flags, *extra]
 
@@ -98,17 +120,28 @@ def launch(nprocs: int, argv: list[str], metrics: Path, *, timeout: float = 90) 
     return read_metrics(metrics)
 
 
-def reference_case(rank: int, model: str, data: str, hf: str, steps: int, micro: int, loss_type: str, rate: float) -> dict[str, Any]:
+def reference_case(
+    rank: int, model: str, data: str, hf: str, steps: int, micro: int, loss_type: str, rate: float
+) -> dict[str, Any]:
     """Plain Hugging Face training: losses, norms and final weights. A parameter without a gradient is stepped with zeros."""
     from transformers import Glm4vMoeForConditionalGeneration
 
     network = Glm4vMoeForConditionalGeneration.from_pretrained(hf, attn_implementation="sdpa", dtype=torch.float32)
     network.set_experts_implementation("grouped_mm")
     network.train()
-    batches = iter(build_loader(load_data_config(data), model_config=load_model_config(model), micro_batch_size=micro, global_batch_size=BATCH))
+    batches = iter(
+        build_loader(
+            load_data_config(data),
+            model_config=load_model_config(model),
+            micro_batch_size=micro,
+            global_batch_size=BATCH,
+        )
+    )
     decayed = [p for n, p in network.named_parameters() if p.ndim > 1]
     vectors = [p for n, p in network.named_parameters() if p.ndim == 1]
-    adam = torch.optim.AdamW([{"params": decayed, "weight_decay": DECAY}, {"params": vectors, "weight_decay": 0.0}], lr=rate)
+    adam = torch.optim.AdamW(
+        [{"params": decayed, "weight_decay": DECAY}, {"params": vectors, "weight_decay": 0.0}], lr=rate
+    )
     records = []
     for step in range(steps):
         for group in adam.param_groups:
@@ -129,9 +162,13 @@ def reference_case(rank: int, model: str, data: str, hf: str, steps: int, micro:
     return {"records": records, "weights": {name: p.detach() for name, p in network.named_parameters()}}
 
 
-def reference(world: World, *, steps: int = STEPS, micro: int = 1, loss_type: str = "default", rate: float = RATE) -> dict[str, Any]:
+def reference(
+    world: World, *, steps: int = STEPS, micro: int = 1, loss_type: str = "default", rate: float = RATE
+) -> dict[str, Any]:
     data = world.folder / "data" / "data.json"
-    (result,) = run(reference_case, 1, str(world.model()), str(data), str(world.hf), steps, micro, loss_type, rate, timeout=90)
+    (result,) = run(
+        reference_case, 1, str(world.model()), str(data), str(world.hf), steps, micro, loss_type, rate, timeout=90
+    )
     return result
 
 
@@ -196,7 +233,9 @@ class Synthetic:
                 made[key] = torch.cat(parts)
         made["position_ids"] = torch.cat([sample["position_ids"] for sample in samples], dim=1)
         dropped = {"pixels": "pixel_values", "labels": "labels", "grid": "image_grid_thw"}
-        return {key: value for key, value in made.items() if key not in {dropped[need] for need in dropped.keys() - needs}}
+        return {
+            key: value for key, value in made.items() if key not in {dropped[need] for need in dropped.keys() - needs}
+        }
 
 
 def tiny_files(folder: Path, **sections: dict[str, Any]) -> list[str]:
@@ -214,9 +253,20 @@ def tiny_files(folder: Path, **sections: dict[str, Any]) -> list[str]:
     return ["--mm-model", str(folder / "model.json"), "--mm-data", str(folder / "data.json")]
 
 
-def tiny_flags(folder: Path, *extra: str, steps: int = STEPS, batch: int = BATCH, **sections: dict[str, Any]) -> list[str]:
+def tiny_flags(
+    folder: Path, *extra: str, steps: int = STEPS, batch: int = BATCH, **sections: dict[str, Any]
+) -> list[str]:
     """Flags of a run of the tiny GLM-4.5V; give --from-scratch or --load."""
-    flags = ["--micro-batch-size", "1", "--global-batch-size", str(batch), "--train-iters", str(steps), "--lr", str(RATE)]
+    flags = [
+        "--micro-batch-size",
+        "1",
+        "--global-batch-size",
+        str(batch),
+        "--train-iters",
+        str(steps),
+        "--lr",
+        str(RATE),
+    ]
     return [*tiny_files(folder, **sections), *flags, "--distributed-timeout-minutes", "1", *extra]
 
 
@@ -233,7 +283,9 @@ def train_synthetic(rank: int, argv: list[str], provider: Synthetic) -> str | No
         return str(stop)
 
 
-def launch_synthetic(nprocs: int, argv: list[str], metrics: Path, provider: Synthetic | None = None, *, timeout: float = 60) -> list[dict]:
+def launch_synthetic(
+    nprocs: int, argv: list[str], metrics: Path, provider: Synthetic | None = None, *, timeout: float = 60
+) -> list[dict]:
     """`train_synthetic` on `nprocs` processes; one record an iteration."""
     run(train_synthetic, nprocs, [*argv, "--log-metrics", str(metrics)], provider or Synthetic(), timeout=timeout)
     return read_metrics(metrics)
