@@ -6,6 +6,7 @@ on the folders it makes.
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import subprocess
@@ -92,11 +93,17 @@ def test_the_commands_run(checkout):
             run_page(page, checkout)
     made = checkout / "build" / "quickstart"
     assert [(made / run / "latest_checkpointed_iteration.txt").read_text() for run in ("run", "run_tp2")] == ["8", "12"]
+    one, two = (_losses(made / name) for name in ("one.jsonl", "pp2.jsonl"))
+    assert one == pytest.approx(two, rel=1e-5) and len(one) == 4
     _loads(made / "hf_trained")
 
 
 def test_the_quickstarts_commands_run(checkout):
     run_page(QUICKSTART, checkout)
+
+
+def _losses(metrics: Path) -> list[float]:
+    return [json.loads(line)["loss"] for line in metrics.read_text().splitlines()]
 
 
 def _loads(folder: Path) -> None:
