@@ -237,35 +237,10 @@ def _check_given_layout(args: argparse.Namespace, prefix: str, checkpoint) -> No
 
 
 def _options(args: argparse.Namespace):
+    from mm_models.cli.progress import progress_bar
     from mm_models.weights.verbs import Options
 
-    return Options(jobs=args.jobs, overwrite=args.overwrite, progress=_progress_bar if sys.stderr.isatty() else None)
-
-
-def _progress_bar(total: int) -> Callable[[int], None]:
-    """A bar on the terminal; it goes away when the last byte is read."""
-    from rich.console import Console
-    from rich.progress import BarColumn, DownloadColumn, Progress, TimeRemainingColumn, TransferSpeedColumn
-
-    bar = Progress(
-        BarColumn(),
-        DownloadColumn(),
-        TransferSpeedColumn(),
-        TimeRemainingColumn(),
-        console=Console(stderr=True),
-        transient=True,
-    )
-    task = bar.add_task("", total=total)
-    bar.start()
-    left = [total]
-
-    def advance(done: int) -> None:
-        bar.advance(task, done)
-        left[0] -= done
-        if left[0] <= 0:
-            bar.stop()
-
-    return advance
+    return Options(jobs=args.jobs, overwrite=args.overwrite, progress=progress_bar if sys.stderr.isatty() else None)
 
 
 def _hf_to_mm(args: argparse.Namespace) -> int:

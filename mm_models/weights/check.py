@@ -41,6 +41,15 @@ class _Side:
     notes: tuple[str, ...] = ()
     faults: tuple[str, ...] = ()
 
+    @property
+    def moments(self) -> bool:
+        """Whether there is optimizer state."""
+        return any("@" in name for name in self.names)
+
+    def without_moments(self) -> _Side:
+        names = frozenset(name for name in self.names if "@" not in name)
+        return replace(self, names=names, fragments=tuple(f for f in self.fragments if f.placements[0].tensor in names))
+
 
 class _Comparer(Worker):
     """Counts the bytes in which the target's file differs from what would be written."""
@@ -66,11 +75,16 @@ class _Comparer(Worker):
 
 def compare(a: Path, b: Path, *, jobs: int | None = None) -> Comparison:
     """Compare the tensors of `a` and `b`."""
+    lines: list[str] = []
     if (raw := _same_names(a, b)) is not None:
         one, two = raw
     else:
         one, two = _open(a), _open(b)
-    lines = [f"{side.path}: {note}" for side in (one, two) for note in side.notes]
+    if one.moments != two.moments:
+        bare = one if two.moments else two
+        one, two = one.without_moments(), two.without_moments()
+        lines.append(f"{bare.path}: holds no optimizer state; weights are compared alone")
+    lines += [f"{side.path}: {note}" for side in (one, two) for note in side.notes]
     faults = [f"{side.path}: {fault}" for side in (one, two) for fault in side.faults]
     for here, there in ((one, two), (two, one)):
         if only := sorted(here.names - there.names):

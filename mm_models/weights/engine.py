@@ -83,8 +83,13 @@ def execute(
             work(workers[0])
         else:
             with ThreadPoolExecutor(len(workers)) as pool:
-                for outcome in [pool.submit(work, one) for one in workers]:
-                    outcome.result()
+                outcomes = [pool.submit(work, one) for one in workers]
+                try:
+                    for outcome in outcomes:
+                        outcome.result()
+                except BaseException:  # an interrupt reaches this thread alone: the others must not go on to the end
+                    failed.set()
+                    raise
         files.sync(len(workers))
     finally:
         files.close()

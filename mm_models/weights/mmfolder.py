@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import ctypes
 import fcntl
+import glob
 import os
 import re
 import shutil
@@ -176,7 +177,7 @@ def reserve(final: Path) -> Path:
 def remove_stale(path: Path, name: str = "*") -> list[Path]:
     """Remove temporary folders in `path` whose writer is gone; a living one is refused. Returns what was removed."""
     removed = []
-    for tmp in sorted(path.glob(f"{name}.tmp-*")):
+    for tmp in sorted(path.glob(f"{name if name == '*' else glob.escape(name)}.tmp-*")):
         if not re.fullmatch(r".*\.tmp-\d+", tmp.name) or not tmp.is_dir():
             continue
         lock = os.open(tmp / _LOCK, os.O_CREAT | os.O_RDWR)

@@ -164,6 +164,21 @@ def test_the_training_position_is_carried_and_random_states_are_not(hf, tmp_path
         assert "rng_state" not in content and content["checkpoint_version"] == 3.0
 
 
+def test_a_checkpoint_with_optimizer_is_compared_with_one_without(hf, tmp_path):
+    mm = to_mm(hf, tmp_path / "mm", tp=2)
+    with_optimizer(mm, dp=2)
+    result = compare(mm, hf)
+    assert result.equal and f"{hf}: holds no optimizer state; weights are compared alone" in result.lines
+    one, two = resplit(mm, tmp_path / "one", pp=2), resplit(mm, tmp_path / "two")
+    entry = next(m for m in open_checkpoint(two).manifest.optimizer if m.part == "exp_avg_sq")
+    file = two / "iter_0000017" / entry.file
+    data = bytearray(file.read_bytes())
+    data[entry.offset] ^= 1
+    file.write_bytes(data)
+    result = compare(one, two)
+    assert not result.equal and any(f"{entry.name}.exp_avg_sq" in line for line in result.lines)
+
+
 def test_frozen_parameters_have_no_state(hf, tmp_path):
     """The vision tower is frozen: no moments there, and a stage with nothing trained has no optimizer file."""
     mm = to_mm(hf, tmp_path / "mm", pp=2, vision=[2, 0], text=[0, 4])
