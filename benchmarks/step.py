@@ -32,7 +32,9 @@ SIZE = dict(
     depth=4, vision_hidden_size=256, vision_num_heads=4, vision_image_size=336, vision_out_hidden_size=512, vision_intermediate_size=704,
 )  # fmt: skip
 RATE, CLIP = 1e-5, 1.0
-DATA = Path(__file__).resolve().parents[1] / "examples" / "quickstart" / "data.json"  # read, not used: micro-batches are made here
+DATA = (
+    Path(__file__).resolve().parents[1] / "examples" / "quickstart" / "data.json"
+)  # read, not used: micro-batches are made here
 
 
 class HuggingFace:
@@ -83,7 +85,9 @@ class Megatron:
         from mm_models.mcore.step import train_step
         from pretrain_vlm import forward_step
 
-        batches = gather_step(iter([data | {"sample_ids": [0]}]), count=1, loss_type="default", counts=True, device=torch.device("cpu"))
+        batches = gather_step(
+            iter([data | {"sample_ids": [0]}]), count=1, loss_type="default", counts=True, device=torch.device("cpu")
+        )
         return train_step(
             self.session, self.chunks, self.optimizer, self.scheduler, self.pieces, batches, forward_step
         ).loss
@@ -100,7 +104,9 @@ def prepare(folder: Path) -> None:
     print(f"{sum(p.numel() for p in model.parameters()) / 1e6:.0f} M parameters", flush=True)
 
 
-def case(rank: int, sides: list[str], folder: str, processes: int, pairs: int) -> tuple[list[list[float]], list[float], float]:
+def case(
+    rank: int, sides: list[str], folder: str, processes: int, pairs: int
+) -> tuple[list[list[float]], list[float], float]:
     """Times of each side per pair, the last losses, and this process's peak RSS in MiB."""
     torch.set_num_threads(2 if processes == 1 else 1)
     runners = [SIDES[side](Path(folder), processes) for side in sides]
@@ -132,7 +138,9 @@ def main() -> int:
         print(f"median step: hf {statistics.median(times[0]):.3f} s, megatron {statistics.median(times[1]):.3f} s")
         print(f"median ratio over {args.pairs} pairs: {statistics.median(o / h for h, o in zip(*times)):.3f}")
         for side in SIDES:
-            peak = max(result[2] for result in run(case, args.processes, [side], folder, args.processes, 2, timeout=900))
+            peak = max(
+                result[2] for result in run(case, args.processes, [side], folder, args.processes, 2, timeout=900)
+            )
             print(f"peak RSS of a process with {side} alone: {peak:.0f} MiB")
     return 0
 

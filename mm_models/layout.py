@@ -37,7 +37,7 @@ class Coords:
 
 @dataclass(frozen=True, kw_only=True)
 class ParallelLayout:
-    """Parallel degrees. `etp` None means `tp`, as in megatron-core. `sequence_parallel` changes no checkpoint, so it is no part of equality."""
+    """Parallel degrees. `etp` None means `tp`, as in megatron-core. `sequence_parallel` changes no checkpoint: no part of equality."""
 
     tp: int = 1
     pp: int = 1
@@ -138,7 +138,7 @@ class StageSplit:
 
     @classmethod
     def parse(cls, value: object, *, pp: int, vpp: int, num_layers: int, what: str) -> StageSplit:
-        """From `pipeline_num_layers`: a list of `pp` counts, or one such list per virtual chunk. `what` names the module and key.
+        """From `pipeline_num_layers`: `pp` counts, or one such list per virtual chunk. `what` names the module and key.
 
         A flat list of pp·vpp counts means the same as its vpp rows. None means a balanced split.
         """
@@ -149,13 +149,19 @@ class StageSplit:
             rows = [rows[0][i * pp : (i + 1) * pp] for i in range(vpp)]
         shown = [list(row) for row in rows]
         if len(rows) != vpp:
-            raise UserError(f"{what}: got {len(rows)} list(s) {shown}, expected {vpp}: one per virtual chunk (vpp {vpp}).")
+            raise UserError(
+                f"{what}: got {len(rows)} list(s) {shown}, expected {vpp}: one per virtual chunk (vpp {vpp})."
+            )
         for chunk, row in enumerate(rows):
             if len(row) != pp:
-                raise UserError(f"{what}: list {chunk} is {list(row)}, of length {len(row)}, expected {pp}: one count per pipeline stage (pp {pp}).")
+                raise UserError(
+                    f"{what}: list {chunk} is {list(row)}, of length {len(row)}, expected {pp}: one count per pipeline stage (pp {pp})."
+                )
         total = sum(map(sum, rows))
         if total != num_layers:
-            raise UserError(f"{what}: {shown} sums to {total}, the model has {num_layers} layers (sum {total}, model {num_layers}).")
+            raise UserError(
+                f"{what}: {shown} sums to {total}, the model has {num_layers} layers (sum {total}, model {num_layers})."
+            )
         return cls(tuple(tuple(row) for row in rows))
 
     @classmethod

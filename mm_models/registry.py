@@ -55,7 +55,9 @@ class Registry:
         """Enter `id`; `target` is "module:attribute". The same definition twice is harmless, another one is refused."""
         known = self._targets.get(id)
         if known is not None and known != target:
-            raise UserError(f"{id!r} is defined twice in table {self.name!r}: {known} and {target}. Rename one of them.")
+            raise UserError(
+                f"{id!r} is defined twice in table {self.name!r}: {known} and {target}. Rename one of them."
+            )
         if target.count(":") != 1:
             raise UserError(f"table {self.name!r}, id {id!r}: got target {target!r}, expected 'module:attribute'.")
         self._targets[id] = target
@@ -120,7 +122,9 @@ def _load_module(name: str) -> ModuleType:
     try:
         return importlib.import_module(name)
     except Exception as error:
-        raise UserError(f"plugin {name!r} cannot be imported: {error!r}. Give a module name or the path of a .py file.") from error
+        raise UserError(
+            f"plugin {name!r} cannot be imported: {error!r}. Give a module name or the path of a .py file."
+        ) from error
 
 
 def _load_path(path: Path) -> ModuleType:
@@ -128,7 +132,9 @@ def _load_path(path: Path) -> ModuleType:
     if not file.is_file():
         raise UserError(f"plugin {str(path)!r}: no such file. Give the path of a .py file or of a package folder.")
     name = path.stem if path.is_file() else path.resolve().name
-    spec = importlib.util.spec_from_file_location(name, file, submodule_search_locations=[str(path)] if path.is_dir() else None)
+    spec = importlib.util.spec_from_file_location(
+        name, file, submodule_search_locations=[str(path)] if path.is_dir() else None
+    )
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module  # so that its entries "name:attribute" resolve
     try:

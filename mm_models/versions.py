@@ -17,4 +17,6 @@ def check(package: str) -> None:
     number = tuple(int(part) for part in found.split("+")[0].split(".")[:3] if part.isdigit())
     if not first <= number < end:
         low, high = (".".join(map(str, bound)) for bound in (first, end))
-        raise UserError(f"{package} {found} is untested here: supported is >={low},<{high}. Run: pip install '{package}>={low},<{high}'")
+        raise UserError(
+            f"{package} {found} is untested here: supported is >={low},<{high}. Run: pip install '{package}>={low},<{high}'"
+        )

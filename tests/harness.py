@@ -38,7 +38,9 @@ def run(case: Callable, nprocs: int, *args: Any, timeout: float = 30) -> list[An
         for rank in range(nprocs):
             reader, writer = _context.Pipe(duplex=False)
             process = _context.Process(
-                target=_child, args=(case, rank, nprocs, os.path.join(folder, "store"), writer, args, timeout), daemon=True
+                target=_child,
+                args=(case, rank, nprocs, os.path.join(folder, "store"), writer, args, timeout),
+                daemon=True,
             )
             process.start()
             writer.close()

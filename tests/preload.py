@@ -16,4 +16,4 @@ import megatron.core.optimizer
 import megatron.core.pipeline_parallel.schedules
 import megatron.core.tensor_parallel
 import torch
-import transformers.models.glm4v_moe.modeling_glm4v_moe  # noqa: F401
+import transformers.models.glm4v_moe.modeling_glm4v_moe

@@ -13,11 +13,18 @@ from mm_models import versions
 from mm_models.errors import UserError
 
 ROOT = Path(__file__).resolve().parents[1]
-SOURCES = [p for folder in ("mm_models", "specs", "converters", "examples", "benchmarks") for p in (ROOT / folder).rglob("*.py")]
+SOURCES = [
+    p
+    for folder in ("mm_models", "specs", "converters", "examples", "benchmarks")
+    for p in (ROOT / folder).rglob("*.py")
+]
 FAMILY = re.compile(r"glm|qwen", re.IGNORECASE)
 
 
-@pytest.mark.parametrize("path", ["pretrain_vlm.py", *(str(p.relative_to(ROOT)) for p in sorted((ROOT / "mm_models" / "mcore").glob("*.py")))])
+@pytest.mark.parametrize(
+    "path",
+    ["pretrain_vlm.py", *(str(p.relative_to(ROOT)) for p in sorted((ROOT / "mm_models" / "mcore").glob("*.py")))],
+)
 def test_target_and_entry_script_name_no_family(path):
     """A model is assembled from model.json by lookups alone."""
     found = [line for line in (ROOT / path).read_text().splitlines() if FAMILY.search(line)]
@@ -34,7 +41,12 @@ def test_files_stay_small():
      r"\bTODO\b|\bFIXME\b"],
 )  # fmt: skip
 def test_nothing_is_swallowed_or_left_open(pattern):
-    found = [f"{p.relative_to(ROOT)}:{n}" for p in SOURCES for n, line in enumerate(p.read_text().splitlines(), 1) if re.search(pattern, line)]
+    found = [
+        f"{p.relative_to(ROOT)}:{n}"
+        for p in SOURCES
+        for n, line in enumerate(p.read_text().splitlines(), 1)
+        if re.search(pattern, line)
+    ]
     allowed = {r"strict=False": ["zip(", "Field(gt=0, strict=False"]}.get(pattern, [])
     assert not [place for place in found if not any(word in _line(place) for word in allowed)]
 
@@ -50,16 +62,23 @@ def test_import_contracts():
     assert done.returncode == 0, done.stdout
 
 
-@pytest.mark.parametrize("module", ["mm_models.cli.convert", "mm_models.cli.models", "mm_models.weights.verbs", "mm_models.data.loader"])
+@pytest.mark.parametrize(
+    "module", ["mm_models.cli.convert", "mm_models.cli.models", "mm_models.weights.verbs", "mm_models.data.loader"]
+)
 def test_conversion_and_data_never_load_megatron(module):
     code = f"import sys, {module}; print('megatron' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip() == "False"
+    assert (
+        subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip()
+        == "False"
+    )
 
 
 @pytest.mark.parametrize("found", ["4.57.6", "5.23.9", "5.25.0", "6.0"])
 def test_an_untested_library_is_refused_by_name(monkeypatch, found):
     monkeypatch.setattr(versions, "version", lambda package: found)
-    with pytest.raises(UserError, match=rf"transformers {re.escape(found)} is untested here: supported is >=5.24,<5.25"):
+    with pytest.raises(
+        UserError, match=rf"transformers {re.escape(found)} is untested here: supported is >=5.24,<5.25"
+    ):
         versions.check("transformers")
 
 

@@ -29,7 +29,6 @@ from rich.table import Table
 
 from examples.quickstart.parity import Topology, compare
 
-
 ROOT = Path(__file__).resolve().parents[2]
 STEPS = 30
 LOSS_BOUND, TENSOR_PARALLEL_BOUND = 1e-4, 1e-5
@@ -39,10 +38,23 @@ TOPOLOGIES = (
     Topology(name="TP1"),
     Topology(name="TP1, bf16", dtype=torch.bfloat16),
     Topology(name="TP2·SP", processes=2, degrees=SP),
-    Topology(name="PP2 (ViT 2+0, LLM 2+2)", processes=2, degrees={"pp": 2}, split={"vision_layers": [2, 0], "text_layers": [2, 2]}),
-    Topology(name="PP2 (ViT 1+1, LLM 0+4)", processes=2, degrees={"pp": 2}, split={"vision_layers": [1, 1], "text_layers": [0, 4]}),
     Topology(
-        name="PP2·VPP2", processes=2, degrees={"pp": 2, "vpp": 2}, split={"vision_layers": [[1, 1], [0, 0]], "text_layers": [[0, 1], [2, 1]]}
+        name="PP2 (ViT 2+0, LLM 2+2)",
+        processes=2,
+        degrees={"pp": 2},
+        split={"vision_layers": [2, 0], "text_layers": [2, 2]},
+    ),
+    Topology(
+        name="PP2 (ViT 1+1, LLM 0+4)",
+        processes=2,
+        degrees={"pp": 2},
+        split={"vision_layers": [1, 1], "text_layers": [0, 4]},
+    ),
+    Topology(
+        name="PP2·VPP2",
+        processes=2,
+        degrees={"pp": 2, "vpp": 2},
+        split={"vision_layers": [[1, 1], [0, 0]], "text_layers": [[0, 1], [2, 1]]},
     ),
     Topology(name="EP2", processes=2, degrees=EP),
     Topology(name="EP2, bf16", processes=2, degrees=EP, dtype=torch.bfloat16),
@@ -74,7 +86,9 @@ class Demo:
             self.console.print(getattr(error, "stderr", None) or str(error), markup=False, highlight=False)
             got, ok = "failed, see above", False
         self.rows.append(Row(what=what, got=got, bound=bound, ok=ok))
-        self.console.print(f"{'ok  ' if ok else 'MISS'} {what}: {got} ({time.monotonic() - start:.0f} s)", highlight=False)
+        self.console.print(
+            f"{'ok  ' if ok else 'MISS'} {what}: {got} ({time.monotonic() - start:.0f} s)", highlight=False
+        )
 
     # --- steps ----------------------------------------------------------------------------------------------------
 
@@ -100,7 +114,10 @@ class Demo:
                 loss = max(abs(r["ours"] - r["theirs"]) / abs(r["theirs"]) for r in found)
                 if topology.exact:
                     return ("bit-equal" if equal else f"logits off by {worst:.1e}"), equal
-                return f"logits {worst:.1e}, loss {loss:.1e}", worst <= TENSOR_PARALLEL_BOUND and loss <= TENSOR_PARALLEL_BOUND
+                return (
+                    f"logits {worst:.1e}, loss {loss:.1e}",
+                    worst <= TENSOR_PARALLEL_BOUND and loss <= TENSOR_PARALLEL_BOUND,
+                )
 
             bound = "bit-equal" if topology.exact else f"≤ {TENSOR_PARALLEL_BOUND:.0e}"
             self.add(f"logits and loss against Hugging Face: {topology.name}", bound, check)
@@ -117,9 +134,15 @@ class Demo:
             same = all(path.read_bytes() == (folder / "hf" / path.name).read_bytes() for path in self.hf.iterdir())
             return ("same bytes in every file" if same else "files differ"), same
 
-        self.add("hf → tp2·pp2·ep2 → tp1·pp4 → tp1·pp1 → hf", "byte-equal", lambda: chain("--tp 2 --pp 2 --ep 2", "--pp 4", "--tp 1"))
         self.add(
-            "hf → ep1 → ep2·etp2 → ep4 → pp2·vpp2 → hf", "byte-equal", lambda: chain("--tp 1", "--ep 2 --etp 2", "--ep 4", "--pp 2 --vpp 2")
+            "hf → tp2·pp2·ep2 → tp1·pp4 → tp1·pp1 → hf",
+            "byte-equal",
+            lambda: chain("--tp 2 --pp 2 --ep 2", "--pp 4", "--tp 1"),
+        )
+        self.add(
+            "hf → ep1 → ep2·etp2 → ep4 → pp2·vpp2 → hf",
+            "byte-equal",
+            lambda: chain("--tp 1", "--ep 2 --etp 2", "--ep 4", "--pp 2 --vpp 2"),
         )
 
     def training(self) -> None:
@@ -132,7 +155,11 @@ class Demo:
 
         four = ["--tensor-model-parallel-size", "2", "--pipeline-model-parallel-size", "2", "--sequence-parallel"]
         self.add(f"{STEPS} steps at TP1·PP1 (torchrun)", "healthy, loss falls", lambda: unbroken("tp1pp1", 1, []))
-        self.add(f"{STEPS} steps at TP2·PP2 (torchrun, 4 processes)", "healthy, loss falls", lambda: unbroken("tp2pp2", 4, four))
+        self.add(
+            f"{STEPS} steps at TP2·PP2 (torchrun, 4 processes)",
+            "healthy, loss falls",
+            lambda: unbroken("tp2pp2", 4, four),
+        )
 
         def agree() -> tuple[str, bool]:
             worst = distance(runs["tp1pp1"], runs["tp2pp2"])
@@ -146,25 +173,33 @@ class Demo:
             rest = self.train("rest", 4, four, load=folder, model="tp2pp2")
             same = [record["loss"] for record in rest] == [record["loss"] for record in runs["tp2pp2"][half:]]
             command("mm-convert", "check", self.work / "runs" / "rest", self.work / "runs" / "tp2pp2")
-            return ("losses and final weights bit-equal" if same else "losses differ"), same and len(rest) == STEPS - half
+            return ("losses and final weights bit-equal" if same else "losses differ"), same and len(
+                rest
+            ) == STEPS - half
 
         self.add(f"resumed after {STEPS // 2} steps (torchrun, 4 processes)", "bit-equal", resumed)
 
         def moved() -> tuple[str, bool]:
             half, folder = STEPS // 2, self.work / "runs" / "half-tp1pp1"
-            command("mm-convert", "resplit", "--mm", self.work / "runs" / "half", "--out", folder, "--tp", "1", "--pp", "1")
+            command(
+                "mm-convert", "resplit", "--mm", self.work / "runs" / "half", "--out", folder, "--tp", "1", "--pp", "1"
+            )
             worst = distance(self.train("moved", 1, [], load=folder, model="tp1pp1"), runs["tp1pp1"][half:])
             return f"{worst:.1e}", worst <= LOSS_BOUND
 
         self.add("resplit to TP1·PP1 with optimizer, then resumed (torchrun)", f"≤ {LOSS_BOUND:.0e}", moved)
 
         def on_disk() -> tuple[str, bool]:
-            found = sorted(path.name for path in (self.work / "runs" / "tp2pp2" / f"iter_{STEPS:07d}").glob("mp_rank_*"))
+            found = sorted(
+                path.name for path in (self.work / "runs" / "tp2pp2" / f"iter_{STEPS:07d}").glob("mp_rank_*")
+            )
             return f"{len(found)} shards", found == [f"mp_rank_{tp:02d}_{pp:03d}" for tp in range(2) for pp in range(2)]
 
         self.add("trained checkpoint split by TP and PP on disk", "4 shards", on_disk)
 
-    def train(self, name: str, processes: int, flags: list[str], *, load: Path, model: str | None = None, steps: int = STEPS) -> list[dict]:
+    def train(
+        self, name: str, processes: int, flags: list[str], *, load: Path, model: str | None = None, steps: int = STEPS
+    ) -> list[dict]:
         """One `torchrun pretrain_vlm.py`; its iterations in full precision."""
         folder, metrics = self.work / "runs" / name, self.work / f"{name}.jsonl"
         command(
@@ -197,16 +232,22 @@ def distance(left: list[dict], right: list[dict]) -> float:
 def command(program: str, *words: object) -> None:
     """Run a program of this environment; its output is shown only if it fails."""
     line = [str(Path(sys.executable).parent / program), *map(str, words)]
-    done = subprocess.run(line, cwd=ROOT, env=os.environ | {"OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=300)
+    done = subprocess.run(
+        line, cwd=ROOT, env=os.environ | {"OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=300
+    )
     if done.returncode:
-        raise subprocess.CalledProcessError(done.returncode, line, done.stdout, f"{' '.join(line)}\n{done.stdout}\n{done.stderr}")
+        raise subprocess.CalledProcessError(
+            done.returncode, line, done.stdout, f"{' '.join(line)}\n{done.stdout}\n{done.stderr}"
+        )
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--work", type=Path, default=Path(".demo"), help="folder to make everything in; emptied first")
     work = parser.parse_args().work.resolve()
-    os.environ.update(OMP_NUM_THREADS="1", PYTHONWARNINGS="ignore", HF_HUB_DISABLE_PROGRESS_BARS="1", TRANSFORMERS_VERBOSITY="error")
+    os.environ.update(
+        OMP_NUM_THREADS="1", PYTHONWARNINGS="ignore", HF_HUB_DISABLE_PROGRESS_BARS="1", TRANSFORMERS_VERBOSITY="error"
+    )
     console = Console(width=None if sys.stdout.isatty() else 140)
     start = time.monotonic()
     demo = Demo(work, console)

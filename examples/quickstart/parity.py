@@ -49,21 +49,35 @@ def compare(rank: int, topology: Topology, paths: dict[str, str]) -> dict[str, A
     init_parallel(layout, split, timeout_minutes=2)
     chunks = build_chunks(model, layout, split, dtype=topology.dtype)
     coords = layout.coords(rank)
-    cast = topology.dtype != torch.float32  # the quickstart's folder is fp32; from_pretrained(dtype=) casts the same way
+    cast = (
+        topology.dtype != torch.float32
+    )  # the quickstart's folder is fp32; from_pretrained(dtype=) casts the same way
     load_into(named_tensors(chunks), paths["hf"], model=model, layout=layout, coords=coords, split=split, cast=cast)
     batches = micro_batches(paths, model, equal=layout.ep > 1)
     mine = batches[coords.dp :: layout.dp]
     with torch.no_grad():
         logits = forward(chunks, [without_labels(batch) for batch in mine], layout)
         losses = forward(chunks, mine, layout)
-        return report(logits, losses, batches, mine, layout, coords, hugging_face(paths["hf"], topology.dtype)) if logits else {}
+        return (
+            report(logits, losses, batches, mine, layout, coords, hugging_face(paths["hf"], topology.dtype))
+            if logits
+            else {}
+        )
 
 
 def micro_batches(paths: dict[str, str], model, *, equal: bool) -> list[dict]:
     """Real samples from the data set. `equal` cuts all to one length: expert-parallel ranks are compared on their joined batch."""
-    loader = build_loader(load_data_config(paths["data"]), model_config=model, micro_batch_size=1, global_batch_size=1, pad_to_multiple_of=2)
+    loader = build_loader(
+        load_data_config(paths["data"]),
+        model_config=model,
+        micro_batch_size=1,
+        global_batch_size=1,
+        pad_to_multiple_of=2,
+    )
     stream = iter(loader)
-    batches = [batch for batch in (next(stream) for _ in range(3 * MICRO_BATCHES)) if "image_grid_thw" in batch][:MICRO_BATCHES]
+    batches = [batch for batch in (next(stream) for _ in range(3 * MICRO_BATCHES)) if "image_grid_thw" in batch][
+        :MICRO_BATCHES
+    ]
     if equal:
         length = min(batch["input_ids"].shape[1] for batch in batches)
         batches = [{key: cut(key, value, length) for key, value in batch.items()} for batch in batches]
@@ -108,7 +122,9 @@ def hugging_face(folder: str, dtype: torch.dtype):
 
 def hugging_face_logits(model, batches: list[dict]) -> torch.Tensor:
     """Logits (B, S, V) of `batches` joined along the batch axis."""
-    inputs = {key: torch.cat([batch[key] for batch in batches]) for key in ("input_ids", "pixel_values", "image_grid_thw")}
+    inputs = {
+        key: torch.cat([batch[key] for batch in batches]) for key in ("input_ids", "pixel_values", "image_grid_thw")
+    }
     inputs["position_ids"] = torch.cat([batch["position_ids"] for batch in batches], dim=1)
     kinds = (inputs["input_ids"] == model.config.image_token_id).int()
     return model(**inputs, mm_token_type_ids=kinds, use_cache=False).logits

@@ -56,7 +56,9 @@ class Exchange:
         return _AllToAll.apply(rows, self.got, self.sent, self.group)
 
 
-def gather_rows(rows: torch.Tensor, counts: torch.Tensor, group: dist.ProcessGroup) -> tuple[torch.Tensor, list[int], torch.Tensor]:
+def gather_rows(
+    rows: torch.Tensor, counts: torch.Tensor, group: dist.ProcessGroup
+) -> tuple[torch.Tensor, list[int], torch.Tensor]:
     """Every rank's rows in rank order, the number of rows of each rank, and every rank's `counts` (ranks, experts)."""
     ranks = group.size()
     all_counts = counts.new_empty(ranks * len(counts))

@@ -25,7 +25,15 @@ class Router(nn.Module):
     """
 
     def __init__(
-        self, *, hidden: int, experts: int, top_k: int, groups: int = 1, top_groups: int = 1, normalise: bool = True, scale: float = 1.0
+        self,
+        *,
+        hidden: int,
+        experts: int,
+        top_k: int,
+        groups: int = 1,
+        top_groups: int = 1,
+        normalise: bool = True,
+        scale: float = 1.0,
     ):
         super().__init__()
         self.weight = nn.Parameter(torch.empty(experts, hidden, dtype=torch.float32))
@@ -59,7 +67,13 @@ class Experts(nn.Module):
     """
 
     def __init__(
-        self, *, experts: int, hidden: int, intermediate: int, matmul: Callable = grouped_matmul, activation: Callable = swiglu,
+        self,
+        *,
+        experts: int,
+        hidden: int,
+        intermediate: int,
+        matmul: Callable = grouped_matmul,
+        activation: Callable = swiglu,
         dtype: torch.dtype | None = None,
     ):
         super().__init__()

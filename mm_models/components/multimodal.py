@@ -15,7 +15,9 @@ def place_features(
     return embeddings.masked_scatter(mask, features.to(embeddings.dtype))
 
 
-def check_image_tokens(input_ids: torch.Tensor, grid_thw: torch.Tensor | None, *, image_token_id: int, merge: int) -> None:
+def check_image_tokens(
+    input_ids: torch.Tensor, grid_thw: torch.Tensor | None, *, image_token_id: int, merge: int
+) -> None:
     """Refuse a batch whose image tokens and image features do not belong together, naming the sample, the image and both numbers.
 
     `input_ids` (B, S); `grid_thw` (N, 3) or None: images in batch order. An image of (t, h, w) patches has t·h·w / merge² features.
@@ -28,7 +30,13 @@ def check_image_tokens(input_ids: torch.Tensor, grid_thw: torch.Tensor | None, *
             left -= sizes[image]
             image += 1
         if left:
-            given = f"images {first}.. have {sizes[first : image + 1]} features" if sizes[first:] else "no image is left"
-            raise UserError(f"sample {sample} of the batch has {tokens} image tokens, but {given}: tokens and features must be equal.")
+            given = (
+                f"images {first}.. have {sizes[first : image + 1]} features" if sizes[first:] else "no image is left"
+            )
+            raise UserError(
+                f"sample {sample} of the batch has {tokens} image tokens, but {given}: tokens and features must be equal."
+            )
     if image < len(sizes):
-        raise UserError(f"image {image} of the batch has {sizes[image]} features, but no image tokens are left for it (of {len(sizes)} images).")
+        raise UserError(
+            f"image {image} of the batch has {sizes[image]} features, but no image tokens are left for it (of {len(sizes)} images)."
+        )

@@ -13,7 +13,9 @@ class PatchEmbed(nn.Module):
     Pixels are cast to the weight's dtype. The convolution stays one in fp32: a matmul differs by 1e-5 there.
     """
 
-    def __init__(self, *, channels: int, temporal: int, patch: int, hidden: int, bias: bool, dtype: torch.dtype | None = None):
+    def __init__(
+        self, *, channels: int, temporal: int, patch: int, hidden: int, bias: bool, dtype: torch.dtype | None = None
+    ):
         super().__init__()
         kernel = (temporal, patch, patch)
         self.shape = (-1, channels, *kernel)

@@ -64,7 +64,9 @@ class VisionEncoderConfig(StrictModel):
     @model_validator(mode="after")
     def _check(self):
         if self.hidden_size % self.num_attention_heads:
-            raise ValueError(f"hidden_size {self.hidden_size} does not divide by num_attention_heads {self.num_attention_heads}")
+            raise ValueError(
+                f"hidden_size {self.hidden_size} does not divide by num_attention_heads {self.num_attention_heads}"
+            )
         if self.head_dim % 4:
             raise ValueError(f"head dimension {self.head_dim} must be a multiple of 4 for the 2-D rotary embedding")
         return self
@@ -134,7 +136,9 @@ class TextDecoderConfig(StrictModel):
     @model_validator(mode="after")
     def _check(self):
         if self.num_attention_heads % self.num_query_groups:
-            raise ValueError(f"num_attention_heads {self.num_attention_heads} does not divide by num_query_groups {self.num_query_groups}")
+            raise ValueError(
+                f"num_attention_heads {self.num_attention_heads} does not divide by num_query_groups {self.num_query_groups}"
+            )
         if 2 * sum(self.mrope_section) != self.rotary_dim:
             raise ValueError(
                 f"mrope_section {self.mrope_section} sums to {sum(self.mrope_section)}, expected half the rotary dimension, "
@@ -157,7 +161,9 @@ class TextDecoderConfig(StrictModel):
                 f"and be at least moe_router_group_topk {self.moe_router_group_topk}"
             )
         if self.first_k_dense_replace >= self.num_layers:
-            raise ValueError(f"first_k_dense_replace {self.first_k_dense_replace} leaves no MoE layer of {self.num_layers}; drop num_moe_experts")
+            raise ValueError(
+                f"first_k_dense_replace {self.first_k_dense_replace} leaves no MoE layer of {self.num_layers}; drop num_moe_experts"
+            )
         return self
 
 
@@ -169,13 +175,15 @@ class ImageEncoderConfig(StrictModel):
     def _check(self):
         if self.vision_encoder.out_hidden_size != self.vision_projector.out_hidden_size:
             raise ValueError(
-                f"out_hidden_size: vision_encoder {self.vision_encoder.out_hidden_size}, vision_projector {self.vision_projector.out_hidden_size}"
+                f"out_hidden_size: vision_encoder {self.vision_encoder.out_hidden_size}, "
+                f"vision_projector {self.vision_projector.out_hidden_size}"
             )
         return self
 
 
 class LossConfig(StrictModel):
-    """`default`: mean over non-empty micro-batches of (sum of CE / labelled tokens); `per_token_loss`: sum of CE of the step / its labelled tokens."""
+    """`default`: mean over non-empty micro-batches of (sum of CE / labelled tokens).
+    `per_token_loss`: sum of CE of the step / its labelled tokens."""
 
     loss_type: Literal["default", "per_token_loss"] = "default"
 
@@ -202,7 +210,9 @@ class ModelConfig(StrictModel):
                 raise ValueError("img_context_token_id is needed to place image features among text tokens")
             out, hidden = self.image_encoder.vision_projector.out_hidden_size, self.text_decoder.hidden_size
             if out != hidden:
-                raise ValueError(f"vision_projector.out_hidden_size {out} differs from text_decoder.hidden_size {hidden}")
+                raise ValueError(
+                    f"vision_projector.out_hidden_size {out} differs from text_decoder.hidden_size {hidden}"
+                )
         return self
 
     @property
@@ -223,18 +233,22 @@ class ModelConfig(StrictModel):
         return self.text is not None and not self.text.untie_embeddings_and_output_weights
 
     def split(self, layout: ParallelLayout, *, vision_layers: object = None, text_layers: object = None) -> ModelSplit:
-        """Layers over stages: from the arguments, else from `pipeline_num_layers`, else the whole ViT first and the text layers balanced."""
+        """Layers over stages: from the arguments, else from `pipeline_num_layers`, else the whole ViT first, text layers balanced."""
         pp, vpp = layout.pp, layout.vpp
         vision = text = None
         if self.vision:
-            counts, what = _choose(vision_layers, self.vision.pipeline_num_layers, "vision_encoder.pipeline_num_layers", "vit_pp_layers")
+            counts, what = _choose(
+                vision_layers, self.vision.pipeline_num_layers, "vision_encoder.pipeline_num_layers", "vit_pp_layers"
+            )
             number = self.vision.num_layers
             if counts is None:
                 vision = StageSplit.first_stage(number, pp=pp, vpp=vpp)
             else:
                 vision = StageSplit.parse(counts, pp=pp, vpp=vpp, num_layers=number, what=what)
         if self.text:
-            counts, what = _choose(text_layers, self.text.pipeline_num_layers, "text_decoder.pipeline_num_layers", "llm_pp_layers")
+            counts, what = _choose(
+                text_layers, self.text.pipeline_num_layers, "text_decoder.pipeline_num_layers", "llm_pp_layers"
+            )
             text = StageSplit.parse(counts, pp=pp, vpp=vpp, num_layers=self.text.num_layers, what=what)
         return ModelSplit(vision=vision, text=text)
 
@@ -261,7 +275,9 @@ class ModelConfig(StrictModel):
                 ]
         check_divides(pairs)
         if layout.separate_experts and not (self.text and self.text.num_moe_experts):
-            raise UserError(f"layout: ep {layout.ep}, etp {layout.etp} (tp {layout.tp}), but the model has no experts. Drop --ep and --etp.")
+            raise UserError(
+                f"layout: ep {layout.ep}, etp {layout.etp} (tp {layout.tp}), but the model has no experts. Drop --ep and --etp."
+            )
 
 
 def _choose(argument: object, configured: object, key: str, flag: str) -> tuple[object, str]:

@@ -1,11 +1,11 @@
 """What megatron-core 0.16.1 needs to run without CUDA: four narrow patches, applied only when no accelerator is there.
 
-| patch                                   | core line it answers                                                              |
-|-----------------------------------------|-----------------------------------------------------------------------------------|
-| `torch.cuda.current_device`             | p2p_communication.py 190-321, param_and_grad_buffer.py 783-806, mappings.py 91-181: buffers are made on it |
-| `torch.cuda.synchronize`                | p2p_communication.py 242, 398                                                     |
-| `torch.*(device="cuda")` in four modules | schedules.py 596, 983, 2138; optimizer.py 473-485; clip_grads.py 90, 167; utils.py 631: a literal device |
-| `Tensor.type()` string                  | optimizer.py 671-699, distrib_optimizer.py 361-435, 582: compares with 'torch.cuda.FloatTensor' |
+| patch                             | core line it answers                                                                     |
+|-----------------------------------|------------------------------------------------------------------------------------------|
+| `torch.cuda.current_device`       | p2p_communication.py 190-321, param_and_grad_buffer.py 783-806, mappings.py 91-181       |
+| `torch.cuda.synchronize`          | p2p_communication.py 242, 398                                                            |
+| `torch.*(device="cuda")`, 4 files | schedules.py 596, 983, 2138; optimizer.py 473-485; clip_grads.py 90, 167; utils.py 631   |
+| `Tensor.type()` string            | optimizer.py 671-699, distrib_optimizer.py 361-435, 582: 'torch.cuda.FloatTensor'        |
 
 On NPU `torch_npu.contrib.transfer_to_npu` does the same job; on CUDA nothing is patched (tests/device/test_cpu.py).
 """
@@ -48,7 +48,9 @@ class _TorchOnCpu:
 def patch_core() -> tuple[str, ...]:
     """Apply the patches, once. Returns their names. Refuses to run beside an accelerator."""
     if torch.accelerator.is_available():
-        raise RuntimeError(f"device.cpu must not patch megatron-core beside a {torch.accelerator.current_accelerator()}")
+        raise RuntimeError(
+            f"device.cpu must not patch megatron-core beside a {torch.accelerator.current_accelerator()}"
+        )
     torch.cuda.current_device = lambda: torch.device("cpu")
     torch.cuda.synchronize = lambda *args, **kwargs: None
     proxy = _TorchOnCpu()

@@ -25,7 +25,7 @@ PART_PREFIXES = {
 
 
 def init_parallel(layout: ParallelLayout, split: ModelSplit, *, timeout_minutes: int = 30) -> None:
-    """Create core's process groups for a world that torch.distributed has joined. The embedding group follows the split, not core's guess."""
+    """Create core's process groups for a world that is joined. The embedding group follows the split, not core's guess."""
     first, last = split.place("text_first"), split.place("text_last")
     stages = [] if first is None else sorted({split.owner(first)[0], split.owner(last)[0]})
 
@@ -72,7 +72,13 @@ def build_chunk(
     config = core_config(model, layout, dtype=dtype)
     with building(device, dtype):
         built = VLMModel(
-            model=model, layout=layout, split=split, stage=stage, chunk=chunk, config=config, provider=Provider(torch.device(device).type)
+            model=model,
+            layout=layout,
+            split=split,
+            stage=stage,
+            chunk=chunk,
+            config=config,
+            provider=Provider(torch.device(device).type),
         )
     freeze([built], model)
     return built
@@ -97,7 +103,9 @@ def freeze_choices(model: ModelConfig) -> dict[str, bool | list[str]]:
     """What `freeze` means for each part the model has, the field's defaults filled in."""
     parts = {"vision_encoder": model.vision, "vision_projector": model.projector, "text_decoder": model.text}
     return {
-        name: FREEZE_DEFAULTS[name] if part.freeze is None else part.freeze for name, part in parts.items() if part is not None
+        name: FREEZE_DEFAULTS[name] if part.freeze is None else part.freeze
+        for name, part in parts.items()
+        if part is not None
     }
 
 
@@ -121,12 +129,12 @@ def check_freeze_patterns(model: ModelConfig, names: list[str]) -> None:
         for pattern in choice if isinstance(choice, list) else []:
             if not any(_matches(name, [pattern]) for name in inside):
                 close = nearest(pattern, inside)
-                raise UserError(f"model.json {part}.freeze: pattern {pattern!r} matches no parameter; the nearest is {close!r}.")
+                raise UserError(
+                    f"model.json {part}.freeze: pattern {pattern!r} matches no parameter; the nearest is {close!r}."
+                )
 
 
 def _matches(name: str, choice: bool | list[str]) -> bool:
     if isinstance(choice, bool):
         return choice
     return any(fnmatch.fnmatchcase(name, pattern) or name.startswith(pattern + ".") for pattern in choice)
-
-

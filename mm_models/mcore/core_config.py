@@ -21,7 +21,9 @@ def core_config(model: ModelConfig, layout: ParallelLayout, *, dtype: torch.dtyp
     part = model.text or model.vision
     virtual = layout.vpp > 1
     return TransformerConfig(
-        num_layers=max(part.num_layers, layout.pp * layout.vpp),  # core wants at least one layer a stage; ours come from StageSplit
+        num_layers=max(
+            part.num_layers, layout.pp * layout.vpp
+        ),  # core wants at least one layer a stage; ours come from StageSplit
         hidden_size=part.hidden_size,
         num_attention_heads=part.num_attention_heads,
         tensor_model_parallel_size=layout.tp,

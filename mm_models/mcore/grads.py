@@ -44,7 +44,12 @@ def _sum_over_tp(chunks: list) -> None:
     group = parallel_state.get_tensor_model_parallel_group()
     if group.size() == 1:
         return
-    grads = [p.main_grad for chunk in chunks for p in chunk.parameters() if p.requires_grad and getattr(p, "sequence_parallel", False)]
+    grads = [
+        p.main_grad
+        for chunk in chunks
+        for p in chunk.parameters()
+        if p.requires_grad and getattr(p, "sequence_parallel", False)
+    ]
     for dtype in sorted({grad.dtype for grad in grads}, key=str):
         same = [grad for grad in grads if grad.dtype == dtype]
         flat = torch.cat([grad.flatten() for grad in same])
@@ -108,7 +113,9 @@ def grad_norm(chunks: list, pieces: Iterable[Stepped], layout: ParallelLayout) -
 
 def _world_device() -> torch.device:
     """Where collectives of the world group want their tensors."""
-    return torch.device("cpu") if dist.get_backend() == "gloo" else torch.device(torch.accelerator.current_accelerator())
+    return (
+        torch.device("cpu") if dist.get_backend() == "gloo" else torch.device(torch.accelerator.current_accelerator())
+    )
 
 
 def clip(pieces: Sequence[Stepped], norm: float, limit: float) -> float:

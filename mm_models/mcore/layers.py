@@ -30,7 +30,7 @@ class AttentionContext:
 
 @dataclass(frozen=True, kw_only=True)
 class Recompute:
-    """`granularity` None, "full" (whole layers) or "selective" (attention core only); `layers`: how many of a block's layers, None = all."""
+    """`granularity` None, "full" (whole layers) or "selective" (attention core); `layers`: how many of a block's, None = all."""
 
     granularity: str | None = None
     layers: int | None = None
@@ -51,8 +51,16 @@ class SelfAttention(nn.Module):
     """Grouped-query attention with one fused projection, its rows interleaved by key-value group: [queries; key; value] a group."""
 
     def __init__(
-        self, *, config: TransformerConfig, submodules: AttentionSubmodules, hidden: int, heads: int, kv_heads: int, head_dim: int,
-        qkv_bias: bool, sequence_parallel: bool,
+        self,
+        *,
+        config: TransformerConfig,
+        submodules: AttentionSubmodules,
+        hidden: int,
+        heads: int,
+        kv_heads: int,
+        head_dim: int,
+        qkv_bias: bool,
+        sequence_parallel: bool,
     ):
         super().__init__()
         self.per_group = heads // kv_heads
@@ -61,7 +69,9 @@ class SelfAttention(nn.Module):
         self.linear_qkv = submodules.linear_qkv(
             hidden, (heads + 2 * kv_heads) * head_dim, config=config, bias=qkv_bias, sequence_parallel=sequence_parallel
         )
-        self.linear_proj = submodules.linear_proj(heads * head_dim, hidden, config=config, sequence_parallel=sequence_parallel)
+        self.linear_proj = submodules.linear_proj(
+            heads * head_dim, hidden, config=config, sequence_parallel=sequence_parallel
+        )
 
     def forward(self, x: torch.Tensor, context: AttentionContext, recompute_core: bool = False) -> torch.Tensor:
         qkv = self.linear_qkv(x)
@@ -87,10 +97,14 @@ class MLPSubmodules:
 class MLP(nn.Module):
     """Gated MLP with fused [gate; up] weights, each half split over TP by itself."""
 
-    def __init__(self, *, config: TransformerConfig, submodules: MLPSubmodules, hidden: int, ffn: int, sequence_parallel: bool):
+    def __init__(
+        self, *, config: TransformerConfig, submodules: MLPSubmodules, hidden: int, ffn: int, sequence_parallel: bool
+    ):
         super().__init__()
         self.activation = submodules.activation
-        self.linear_fc1 = submodules.linear_fc1(hidden, 2 * ffn, config=config, bias=False, sequence_parallel=sequence_parallel)
+        self.linear_fc1 = submodules.linear_fc1(
+            hidden, 2 * ffn, config=config, bias=False, sequence_parallel=sequence_parallel
+        )
         self.linear_fc2 = submodules.linear_fc2(ffn, hidden, config=config, sequence_parallel=sequence_parallel)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -107,8 +121,16 @@ class MoELayer(nn.Module):
     """Router, routed experts over the expert grid, and the shared expert as a tensor-parallel MLP."""
 
     def __init__(
-        self, *, config: TransformerConfig, submodules: MoESubmodules, hidden: int, ffn: int, router: dict, matmul: Callable,
-        activation: Callable, sequence_parallel: bool,
+        self,
+        *,
+        config: TransformerConfig,
+        submodules: MoESubmodules,
+        hidden: int,
+        ffn: int,
+        router: dict,
+        matmul: Callable,
+        activation: Callable,
+        sequence_parallel: bool,
     ):
         super().__init__()
         self.groups = expert_groups()
@@ -117,14 +139,20 @@ class MoELayer(nn.Module):
         for tensor in self.router.parameters():
             tensor.sequence_parallel = sequence_parallel
         self.experts = submodules.experts(
-            experts=router["experts"] // ep, hidden=hidden, intermediate=ffn // etp, matmul=matmul, activation=activation
+            experts=router["experts"] // ep,
+            hidden=hidden,
+            intermediate=ffn // etp,
+            matmul=matmul,
+            activation=activation,
         )
         mark_experts(self.experts)
         self.shared_experts = build_module(submodules.shared_experts, config=config)
 
     def forward(self, x: torch.Tensor, chosen: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
         """(S, B, H) -> (S, B, H) and the chosen expert indices; `chosen` replays the indices of an earlier forward."""
-        routed, indices = routed_experts(x.reshape(-1, x.shape[-1]), self.router, self.experts, **self.groups, chosen=chosen)
+        routed, indices = routed_experts(
+            x.reshape(-1, x.shape[-1]), self.router, self.experts, **self.groups, chosen=chosen
+        )
         return routed.view(x.shape) + self.shared_experts(x), indices
 
 
@@ -146,7 +174,9 @@ class TransformerLayer(nn.Module):
         self.pre_mlp_layernorm = build_module(submodules.pre_mlp_layernorm, config=config)
         self.mlp = build_module(submodules.mlp, config=config)
 
-    def forward(self, x: torch.Tensor, context: AttentionContext, recompute_core: bool = False, replay: dict | None = None) -> torch.Tensor:
+    def forward(
+        self, x: torch.Tensor, context: AttentionContext, recompute_core: bool = False, replay: dict | None = None
+    ) -> torch.Tensor:
         x = x + self.self_attention(self.input_layernorm(x), context, recompute_core)
         normed = self.pre_mlp_layernorm(x)
         if not isinstance(self.mlp, MoELayer):
@@ -170,7 +200,9 @@ class TransformerBlock(nn.Module):
 
     def __init__(self, *, config: TransformerConfig, submodules: BlockSubmodules):
         super().__init__()
-        self.layers = nn.ModuleDict({str(index): build_module(spec, config=config) for index, spec in submodules.layers.items()})
+        self.layers = nn.ModuleDict(
+            {str(index): build_module(spec, config=config) for index, spec in submodules.layers.items()}
+        )
         if submodules.final_layernorm is not None:
             self.final_layernorm = build_module(submodules.final_layernorm, config=config)
         self.recompute = Recompute()

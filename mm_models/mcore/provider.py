@@ -47,7 +47,9 @@ class Provider(BackendSpecProvider):
             return partial(_causal, self.op("rotary"), self.op("causal_attention"))
         return partial(_segments, self.op("rotary_fp32"), self.op("segment_attention"))
 
-    def grouped_mlp_modules(self, moe_use_grouped_gemm: bool = True, moe_use_legacy_grouped_gemm: bool = False) -> tuple[type, None]:
+    def grouped_mlp_modules(
+        self, moe_use_grouped_gemm: bool = True, moe_use_legacy_grouped_gemm: bool = False
+    ) -> tuple[type, None]:
         return Experts, None
 
     def activation_func(self) -> Callable:

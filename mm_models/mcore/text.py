@@ -75,9 +75,10 @@ class TextDecoder(nn.Module):
 
     def _loss(self, logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
         """Sum of cross entropies over the labelled tokens, fp32."""
-        shifted, logits = shift_labels(labels), logits.transpose(0, 1)  # (B, S), (B, S, V / tp): Hugging Face's order of rows
+        shifted = shift_labels(labels)
         if parallel_state.get_tensor_model_parallel_world_size() == 1:
-            return summed_cross_entropy(logits, shifted)
+            return summed_cross_entropy(logits.transpose(0, 1), shifted)  # (B, S, V): Hugging Face's order of rows
+        shifted = shifted.T.contiguous()  # (S, B): core views the logits flat, so they stay as they lie
         kept = shifted != IGNORE
         losses = tensor_parallel.vocab_parallel_cross_entropy(logits.float(), shifted.masked_fill(~kept, 0))
         return torch.where(kept, losses, 0.0).sum()

@@ -34,7 +34,14 @@ class VisionTransformer(nn.Module):
     """Patches in, or the states of the stage before; states or merged features out."""
 
     def __init__(
-        self, *, config: TransformerConfig, submodules: VisionSubmodules, stage: Stage, head_dim: int, theta: float, merge: int
+        self,
+        *,
+        config: TransformerConfig,
+        submodules: VisionSubmodules,
+        stage: Stage,
+        head_dim: int,
+        theta: float,
+        merge: int,
     ):
         super().__init__()
         self.stage, self.merge = stage, merge

@@ -50,7 +50,15 @@ class VLMModel(nn.Module):
     """One flat stage. `stage` is the pipeline rank, `chunk` the virtual chunk."""
 
     def __init__(
-        self, *, model: ModelConfig, layout: ParallelLayout, split: ModelSplit, stage: int, chunk: int, config: TransformerConfig, provider
+        self,
+        *,
+        model: ModelConfig,
+        layout: ParallelLayout,
+        split: ModelSplit,
+        stage: int,
+        chunk: int,
+        config: TransformerConfig,
+        provider,
     ):
         super().__init__()
         self.config, self.model_type = config, ModelType.encoder_or_decoder
@@ -62,8 +70,12 @@ class VLMModel(nn.Module):
         if not self.vision_stage.empty:
             self.image_encoder = ImageEncoder(
                 config=config,
-                encoder=table("vision_encoders").get(model.vision.model_id)(model.vision, layout, self.vision_stage, provider),
-                projector=table("vision_projectors").get(model.projector.model_id)(model.projector, layout, self.vision_stage, provider),
+                encoder=table("vision_encoders").get(model.vision.model_id)(
+                    model.vision, layout, self.vision_stage, provider
+                ),
+                projector=table("vision_projectors").get(model.projector.model_id)(
+                    model.projector, layout, self.vision_stage, provider
+                ),
                 stage=self.vision_stage,
             )
         if not self.text_stage.empty:
@@ -132,7 +144,9 @@ class VLMModel(nn.Module):
     def _embed(self, batch: dict, x: torch.Tensor | None, images: torch.Tensor | None) -> torch.Tensor:
         ids, model = batch["input_ids"], self.model_config
         if model.vision:
-            check_image_tokens(ids, images, image_token_id=model.img_context_token_id, merge=model.vision.spatial_merge_size)
+            check_image_tokens(
+                ids, images, image_token_id=model.img_context_token_id, merge=model.vision.spatial_merge_size
+            )
         if images is None:
             return join(self.text_decoder.embed(ids, None, None), x)
         return self.text_decoder.embed(ids, x, model.img_context_token_id)

@@ -66,5 +66,9 @@ def choose(device: str, fused: Collection[str] = ()) -> Chosen:
             raise unknown_name("op", name, variants)
     missing = sorted(name for name in fused if device not in variants[name])
     if missing:
-        raise UserError(f"no fused variant of {', '.join(missing)} exists on {device}; the torch definition runs there. Drop the flag.")
-    return Chosen({name: Op(name=name, variant=device if device in there else REFERENCE) for name, there in variants.items()})
+        raise UserError(
+            f"no fused variant of {', '.join(missing)} exists on {device}; the torch definition runs there. Drop the flag."
+        )
+    return Chosen(
+        {name: Op(name=name, variant=device if device in there else REFERENCE) for name, there in variants.items()}
+    )

@@ -28,13 +28,22 @@ from mm_models.mcore.layers import (
 from mm_models.mcore.vision import VisionSubmodules, VisionTransformer
 
 
-def glm4v_vit(config: VisionEncoderConfig, layout: ParallelLayout, stage: Stage, backend: BackendSpecProvider) -> ModuleSpec:
+def glm4v_vit(
+    config: VisionEncoderConfig, layout: ParallelLayout, stage: Stage, backend: BackendSpecProvider
+) -> ModuleSpec:
     """The vision tower: Conv3d patches, bicubic learned positions, 2-D rotary, pre-norm blocks, 2 x 2 downsample."""
     norm = _norm(config.hidden_size, config.rms_norm_eps, False, backend)
-    block = BlockSubmodules(layers=glm4v_vit_layers(config, layout, stage, backend), final_layernorm=norm if stage.last else None)
+    block = BlockSubmodules(
+        layers=glm4v_vit_layers(config, layout, stage, backend), final_layernorm=norm if stage.last else None
+    )
     return ModuleSpec(
         module=VisionTransformer,
-        params={"stage": stage, "head_dim": config.head_dim, "theta": config.rope_theta, "merge": config.spatial_merge_size},
+        params={
+            "stage": stage,
+            "head_dim": config.head_dim,
+            "theta": config.rope_theta,
+            "merge": config.spatial_merge_size,
+        },
         submodules=VisionSubmodules(
             patch_embed=ModuleSpec(
                 module=PatchEmbed,
@@ -54,7 +63,11 @@ def glm4v_vit(config: VisionEncoderConfig, layout: ParallelLayout, stage: Stage,
             blocks=ModuleSpec(module=TransformerBlock, submodules=block),
             downsample=ModuleSpec(
                 module=Downsample,
-                params={"hidden": config.hidden_size, "out": config.out_hidden_size, "merge": config.spatial_merge_size},
+                params={
+                    "hidden": config.hidden_size,
+                    "out": config.out_hidden_size,
+                    "merge": config.spatial_merge_size,
+                },
             ),
         ),
     )
@@ -66,22 +79,37 @@ def glm4v_vit_layers(
     """Tower layers of one stage. They split over TP without sequence parallel."""
     heads = config.num_attention_heads
     attention = _attention(
-        backend, "segments", hidden=config.hidden_size, heads=heads, kv_heads=heads, head_dim=config.head_dim, qkv_bias=False, sequence_parallel=False
+        backend,
+        "segments",
+        hidden=config.hidden_size,
+        heads=heads,
+        kv_heads=heads,
+        head_dim=config.head_dim,
+        qkv_bias=False,
+        sequence_parallel=False,
     )
     mlp = _mlp(backend, hidden=config.hidden_size, ffn=config.ffn_hidden_size, sequence_parallel=False)
     norm = _norm(config.hidden_size, config.rms_norm_eps, False, backend)
     return {index: _layer(norm, attention, mlp) for index in stage.layers}
 
 
-def glm_mlp(config: VisionProjectorConfig, layout: ParallelLayout, stage: Stage, backend: BackendSpecProvider) -> ModuleSpec:
+def glm_mlp(
+    config: VisionProjectorConfig, layout: ParallelLayout, stage: Stage, backend: BackendSpecProvider
+) -> ModuleSpec:
     """The merger between tower and decoder, whole on every TP rank."""
     return ModuleSpec(
         module=GlmMerger,
-        params={"size": config.out_hidden_size, "intermediate": config.intermediate_size, "eps": config.layernorm_epsilon},
+        params={
+            "size": config.out_hidden_size,
+            "intermediate": config.intermediate_size,
+            "eps": config.layernorm_epsilon,
+        },
     )
 
 
-def glm4v_moe_lm(config: TextDecoderConfig, layout: ParallelLayout, stage: Stage, backend: BackendSpecProvider) -> ModuleSpec:
+def glm4v_moe_lm(
+    config: TextDecoderConfig, layout: ParallelLayout, stage: Stage, backend: BackendSpecProvider
+) -> ModuleSpec:
     """The decoder's block of one stage."""
     norm = _norm(config.hidden_size, config.rms_norm_eps, _sequence_parallel(layout), backend)
     layers = glm4v_moe_lm_layers(config, layout, stage, backend)
@@ -108,7 +136,8 @@ def glm4v_moe_lm_layers(
     norm = _norm(config.hidden_size, config.rms_norm_eps, sp, backend)
     dense = _mlp(backend, hidden=config.hidden_size, ffn=config.ffn_hidden_size, sequence_parallel=sp)
     return {
-        index: _layer(norm, attention, _moe(config, backend, sp) if config.is_moe(index) else dense) for index in stage.layers
+        index: _layer(norm, attention, _moe(config, backend, sp) if config.is_moe(index) else dense)
+        for index in stage.layers
     }
 
 
@@ -176,7 +205,10 @@ def _moe(config: TextDecoderConfig, backend: BackendSpecProvider, sequence_paral
         submodules=MoESubmodules(
             experts=experts,
             shared_experts=_mlp(
-                backend, hidden=config.hidden_size, ffn=config.shared_ffn_hidden_size, sequence_parallel=sequence_parallel
+                backend,
+                hidden=config.hidden_size,
+                ffn=config.shared_ffn_hidden_size,
+                sequence_parallel=sequence_parallel,
             ),
         ),
     )

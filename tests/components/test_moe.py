@@ -21,15 +21,22 @@ def block(dtype, **overrides):
         if "gate.weight" not in name:
             parameter.data = parameter.data.to(dtype)
     router = Router(
-        hidden=128, experts=16, top_k=4, groups=config.n_group, top_groups=config.topk_group,
-        normalise=config.norm_topk_prob, scale=config.routed_scaling_factor,
+        hidden=128,
+        experts=16,
+        top_k=4,
+        groups=config.n_group,
+        top_groups=config.topk_group,
+        normalise=config.norm_topk_prob,
+        scale=config.routed_scaling_factor,
     )
     router.load_state_dict(hf.gate.state_dict())
     return hf, router
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("overrides", [{}, {"n_group": 4, "topk_group": 2}, {"norm_topk_prob": False, "routed_scaling_factor": 1.7}], ids=str)
+@pytest.mark.parametrize(
+    "overrides", [{}, {"n_group": 4, "topk_group": 2}, {"norm_topk_prob": False, "routed_scaling_factor": 1.7}], ids=str
+)
 def test_routed_experts_equal_hugging_face(dtype, overrides):
     hf, router = block(dtype, **overrides)
     experts = Experts(experts=16, hidden=128, intermediate=48, dtype=dtype)

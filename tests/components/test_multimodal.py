@@ -43,5 +43,9 @@ def test_features_go_to_their_places_in_order():
     embeddings, features = torch.zeros(2, 5, 3), torch.arange(1.0, 10.0).view(3, 3)
     tokens = torch.tensor([[1, IMAGE, 1, IMAGE, 1], [IMAGE, 1, 1, 1, 1]])
     out = place_features(embeddings, features, tokens, IMAGE)
-    assert torch.equal(out[0, 1], features[0]) and torch.equal(out[0, 3], features[1]) and torch.equal(out[1, 0], features[2])
+    assert (
+        torch.equal(out[0, 1], features[0])
+        and torch.equal(out[0, 3], features[1])
+        and torch.equal(out[1, 0], features[2])
+    )
     assert out.abs().sum() == features.sum()

@@ -61,7 +61,12 @@ except RuntimeError as error:
     assert "must not patch megatron-core beside a cuda" in done.stdout
 
 
-@pytest.mark.parametrize("module", ["mm_models.layout", "mm_models.registry", "mm_models.config.model", "mm_models.errors"])
+@pytest.mark.parametrize(
+    "module", ["mm_models.layout", "mm_models.registry", "mm_models.config.model", "mm_models.errors"]
+)
 def test_the_lowest_row_imports_no_torch(module):
     code = f"import sys, {module}; print('torch' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip() == "False"
+    assert (
+        subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip()
+        == "False"
+    )

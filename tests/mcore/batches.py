@@ -7,7 +7,14 @@ import torch
 IMAGE, START, END = 300, 302, 303
 
 
-def batch(seed: int = 0, *, images: list[list[tuple[int, int]]] = (((4, 4),),), length: int = 40, unlabelled: bool = False, features: int = 1176) -> dict:
+def batch(
+    seed: int = 0,
+    *,
+    images: list[list[tuple[int, int]]] = (((4, 4),),),
+    length: int = 40,
+    unlabelled: bool = False,
+    features: int = 1176,
+) -> dict:
     """One micro-batch: for each sample its images as (h, w) patch grids; every sample has `length` tokens."""
     generator = torch.Generator().manual_seed(seed)
     rows, labels, grids = [], [], []
@@ -24,7 +31,11 @@ def batch(seed: int = 0, *, images: list[list[tuple[int, int]]] = (((4, 4),),), 
         label[: max(at, length // 3)] = -100
         rows.append(ids)
         labels.append(torch.full_like(label, -100) if unlabelled else label)
-    result = {"input_ids": torch.stack(rows), "labels": torch.stack(labels), "attention_mask": torch.ones(len(rows), length, dtype=torch.long)}
+    result = {
+        "input_ids": torch.stack(rows),
+        "labels": torch.stack(labels),
+        "attention_mask": torch.ones(len(rows), length, dtype=torch.long),
+    }
     if grids:
         result["image_grid_thw"] = torch.tensor(grids)
         result["pixel_values"] = torch.randn(sum(h * w for _, h, w in grids), features, generator=generator)
@@ -52,7 +63,11 @@ def positions(batch: dict) -> torch.Tensor:
 
 def hf_inputs(batch: dict) -> dict:
     """The same micro-batch as Hugging Face's model takes it."""
-    inputs = {k: v for k, v in batch.items() if k in ("input_ids", "attention_mask", "pixel_values", "image_grid_thw", "position_ids")}
+    inputs = {
+        k: v
+        for k, v in batch.items()
+        if k in ("input_ids", "attention_mask", "pixel_values", "image_grid_thw", "position_ids")
+    }
     inputs["mm_token_type_ids"] = (batch["input_ids"] == IMAGE).int()
     return inputs | {"use_cache": False}
 

@@ -12,7 +12,9 @@ from mm_models.mcore.assembly import build_chunks, init_parallel, named_tensors
 from tests.mcore.oracle import fill, megatron_tensors, model_config, shard
 
 
-def assemble(hf, *, dtype: torch.dtype = torch.float32, split: dict | None = None, extra: dict | None = None, **degrees):
+def assemble(
+    hf, *, dtype: torch.dtype = torch.float32, split: dict | None = None, extra: dict | None = None, **degrees
+):
     """(chunks, model, layout) of this rank, filled from the Hugging Face model `hf`."""
     prepare()
     model = model_config(hf.config, **(extra or {}))

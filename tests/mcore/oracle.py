@@ -79,7 +79,10 @@ def model_config(config, **extra) -> ModelConfig:
 RENAMES = (
     (r"^model\.visual\.blocks\.(\d+)\.norm1\.", r"image_encoder.encoder.blocks.layers.\1.input_layernorm."),
     (r"^model\.visual\.blocks\.(\d+)\.norm2\.", r"image_encoder.encoder.blocks.layers.\1.pre_mlp_layernorm."),
-    (r"^model\.visual\.blocks\.(\d+)\.attn\.proj\.", r"image_encoder.encoder.blocks.layers.\1.self_attention.linear_proj."),
+    (
+        r"^model\.visual\.blocks\.(\d+)\.attn\.proj\.",
+        r"image_encoder.encoder.blocks.layers.\1.self_attention.linear_proj.",
+    ),
     (r"^model\.visual\.blocks\.(\d+)\.mlp\.down_proj\.", r"image_encoder.encoder.blocks.layers.\1.mlp.linear_fc2."),
     (r"^model\.visual\.post_layernorm\.", "image_encoder.encoder.blocks.final_layernorm."),
     (r"^model\.visual\.merger\.", "image_encoder.projector."),
@@ -119,7 +122,11 @@ def megatron_tensors(state: dict[str, torch.Tensor], model: ModelConfig) -> dict
 
 
 def _rename(name: str) -> str:
-    name = re.sub(r"^model\.visual\.blocks\.(\d+)\.mlp\.linear_fc1", r"image_encoder.encoder.blocks.layers.\1.mlp.linear_fc1", name)
+    name = re.sub(
+        r"^model\.visual\.blocks\.(\d+)\.mlp\.linear_fc1",
+        r"image_encoder.encoder.blocks.layers.\1.mlp.linear_fc1",
+        name,
+    )
     for pattern, target in RENAMES:
         name = re.sub(pattern, target, name)
     return name
@@ -144,7 +151,9 @@ def shard(name: str, tensor: torch.Tensor, coords: Coords, layout: ParallelLayou
     return tensor
 
 
-def fill(tensors: dict[str, torch.Tensor], whole: dict[str, torch.Tensor], coords: Coords, layout: ParallelLayout) -> None:
+def fill(
+    tensors: dict[str, torch.Tensor], whole: dict[str, torch.Tensor], coords: Coords, layout: ParallelLayout
+) -> None:
     """Write each live tensor from the whole one; shapes must be equal."""
     with torch.no_grad():
         for name, tensor in tensors.items():

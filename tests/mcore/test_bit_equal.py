@@ -48,7 +48,11 @@ def case(rank: int, dtype: torch.dtype, split: dict, degrees: dict) -> dict:
         worst, equal = 0.0, True
         for at, got in enumerate(logits):
             group = everything[at * layout.dp : (at + 1) * layout.dp] if layout.ep > 1 else [mine[at]]
-            expected = hf(**hf_inputs(concatenated(group))).logits[dp : dp + 1] if layout.ep > 1 else hf(**hf_inputs(mine[at])).logits
+            expected = (
+                hf(**hf_inputs(concatenated(group))).logits[dp : dp + 1]
+                if layout.ep > 1
+                else hf(**hf_inputs(mine[at])).logits
+            )
             tp = layout.coords(rank).tp
             expected = expected.chunk(layout.tp, -1)[tp].transpose(0, 1)
             equal = equal and torch.equal(got, expected)
@@ -71,7 +75,9 @@ def test_logits_are_bit_equal(name, dtype):
     assert all(result["equal"] for result in results), results
 
 
-@pytest.mark.parametrize("name", ["tp2", "etp2", "tp2-ep2-etp1", "tp2-pp2", "tp2-dp2-ep2", "tp2-dp2-ep4-etp1", "dp4-ep2-etp2"])
+@pytest.mark.parametrize(
+    "name", ["tp2", "etp2", "tp2-ep2-etp1", "tp2-pp2", "tp2-dp2-ep2", "tp2-dp2-ep4-etp1", "dp4-ep2-etp2"]
+)
 def test_logits_with_tensor_parallel(name):
     processes, _, split, degrees = TOPOLOGIES[name]
     results = run(case, processes, torch.float32, split, degrees, timeout=60)

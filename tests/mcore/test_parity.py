@@ -51,7 +51,16 @@ def test_forward_is_bit_equal(dtype, kind):
         {"norm_topk_prob": False, "routed_scaling_factor": 2.5},
         {"tie_word_embeddings": True},
         {"attention_bias": False},
-        {"num_key_value_heads": 4, "head_dim": 16, "rope_parameters": {"rope_type": "default", "rope_theta": 1234.5, "partial_rotary_factor": 1.0, "mrope_section": [2, 3, 3]}},
+        {
+            "num_key_value_heads": 4,
+            "head_dim": 16,
+            "rope_parameters": {
+                "rope_type": "default",
+                "rope_theta": 1234.5,
+                "partial_rotary_factor": 1.0,
+                "mrope_section": [2, 3, 3],
+            },
+        },
         {"rms_norm_eps": 1e-3, "vision_rms_norm_eps": 1e-4, "first_k_dense_replace": 2},
     ],
     ids=["groups", "unnormalised", "tied", "no-qkv-bias", "full-rotary", "eps"],

@@ -38,7 +38,10 @@ def encoder_case(rank: int) -> dict:
     with torch.no_grad():
         features = chunks[0](data).squeeze(1)
         expected = hf.model.visual(data["pixel_values"], data["image_grid_thw"]).pooler_output
-    return {"text": [n for n, _ in chunks[0].named_parameters() if n.startswith("text")], "equal": torch.equal(features, expected)}
+    return {
+        "text": [n for n, _ in chunks[0].named_parameters() if n.startswith("text")],
+        "equal": torch.equal(features, expected),
+    }
 
 
 def test_encoder_only_model():

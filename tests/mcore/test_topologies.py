@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import pytest
-import torch
 
 from mm_models.mcore.layers import Recompute
 from tests.harness import run
@@ -73,13 +72,23 @@ TOPOLOGIES = {
     "pp2-vit-starts-late": (2, 4, dict(vision_layers=[0, 2], text_layers=[0, 4]), dict(pp=2)),
     "pp2-vpp2": (2, 4, dict(vision_layers=[[2, 0], [0, 0]], text_layers=[[0, 2], [1, 1]]), dict(pp=2, vpp=2)),
     "pp2-vpp2-gap": (2, 4, dict(vision_layers=[[1, 1], [0, 0]], text_layers=[[0, 0], [0, 4]]), dict(pp=2, vpp=2)),
-    "pp2-vpp2-late-vit-head-only": (2, 4, dict(vision_layers=[[0, 1], [1, 0]], text_layers=[[0, 0], [4, 0]]), dict(pp=2, vpp=2)),
+    "pp2-vpp2-late-vit-head-only": (
+        2,
+        4,
+        dict(vision_layers=[[0, 1], [1, 0]], text_layers=[[0, 0], [4, 0]]),
+        dict(pp=2, vpp=2),
+    ),
     "ep2": (2, 4, {}, dict(ep=2)),
     "etp2": (2, 4, {}, dict(etp=2)),
     "tp2-ep2-etp1": (2, 3, {}, dict(tp=2, ep=2, etp=1, sequence_parallel=True)),
     "pp4-gap-head-only": (4, 4, dict(vision_layers=[0, 2, 0, 0], text_layers=[0, 0, 4, 0]), dict(pp=4)),
     "pp4-gap": (4, 4, dict(vision_layers=[2, 0, 0, 0], text_layers=[0, 0, 2, 2]), dict(pp=4)),
-    "pp4-vpp2": (4, 4, dict(vision_layers=[[1, 1, 0, 0], [0, 0, 0, 0]], text_layers=[[0, 0, 1, 1], [0, 1, 0, 1]]), dict(pp=4, vpp=2)),
+    "pp4-vpp2": (
+        4,
+        4,
+        dict(vision_layers=[[1, 1, 0, 0], [0, 0, 0, 0]], text_layers=[[0, 0, 1, 1], [0, 1, 0, 1]]),
+        dict(pp=4, vpp=2),
+    ),
     "tp2-pp2": (4, 4, dict(vision_layers=[1, 1], text_layers=[0, 4]), dict(tp=2, pp=2, sequence_parallel=True)),
     "tp2-dp2-ep2": (4, 4, {}, dict(tp=2, ep=2, sequence_parallel=True)),
     "tp2-dp2-ep2-etp1": (4, 4, {}, dict(tp=2, ep=2, etp=1, sequence_parallel=True)),
@@ -97,7 +106,15 @@ def test_gradients_of_every_rank(name):
 
 @pytest.mark.parametrize("texts", [(0,), (1, 3), (2,), (0, 1, 2, 3)], ids=str)
 @pytest.mark.parametrize(
-    "name", ["pp2-vit11-llm04", "pp2-vit-starts-late", "pp4-gap-head-only", "pp2-vpp2-gap", "pp2-vpp2-late-vit-head-only", "dp2"]
+    "name",
+    [
+        "pp2-vit11-llm04",
+        "pp2-vit-starts-late",
+        "pp4-gap-head-only",
+        "pp2-vpp2-gap",
+        "pp2-vpp2-late-vit-head-only",
+        "dp2",
+    ],
 )
 def test_text_only_micro_batches_in_every_position(name, texts):
     processes, count, split, degrees = TOPOLOGIES[name]
@@ -121,7 +138,11 @@ def test_frozen_parts(name, freeze):
     check(run(kwargs_case, processes, count, split, degrees, {"extra": FREEZES[freeze]}, timeout=60))
 
 
-@pytest.mark.parametrize("recompute", [Recompute(granularity="full"), Recompute(granularity="full", layers=1), Recompute(granularity="selective")], ids=str)
+@pytest.mark.parametrize(
+    "recompute",
+    [Recompute(granularity="full"), Recompute(granularity="full", layers=1), Recompute(granularity="selective")],
+    ids=str,
+)
 @pytest.mark.parametrize("name", ["pp2-vit11-llm04", "tp2-ep2-etp1", "pp2-vpp2"])
 def test_recompute(name, recompute):
     processes, count, split, degrees = TOPOLOGIES[name]

@@ -52,7 +52,9 @@ def test_attention_over_strided_heads_equals_contiguous_ones(dtype):
     query, key, value = query.reshape(40, 1, 4, 32), key.squeeze(3), value.squeeze(3)
     views = [x.permute(1, 2, 0, 3) for x in (query, key, value)]
     strided = F.scaled_dot_product_attention(*views, is_causal=True, enable_gqa=True)
-    assert torch.equal(strided, F.scaled_dot_product_attention(*(v.contiguous() for v in views), is_causal=True, enable_gqa=True))
+    assert torch.equal(
+        strided, F.scaled_dot_product_attention(*(v.contiguous() for v in views), is_causal=True, enable_gqa=True)
+    )
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

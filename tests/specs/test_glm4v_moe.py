@@ -57,7 +57,9 @@ def test_layers_hold_the_expected_classes(model, id):
 
 def test_full_size_decoder_is_dense_once_then_moe(model):
     text = model.text.model_copy(update={"num_layers": 46})
-    layers = table("llm_layer_specs").get("glm4v_moe_lm")(text, ParallelLayout(), Stage(layers=tuple(range(46))), Provider())
+    layers = table("llm_layer_specs").get("glm4v_moe_lm")(
+        text, ParallelLayout(), Stage(layers=tuple(range(46))), Provider()
+    )
     assert [layer.submodules.mlp.module is MoELayer for layer in layers.values()] == [False] + [True] * 45
 
 
@@ -77,7 +79,14 @@ def test_parts_of_a_stage(model):
 
 @pytest.mark.parametrize("id,counts", [("glm4v_vit", 24), ("glm4v_moe_lm", 46)])
 @pytest.mark.parametrize(
-    "pp,vpp,share", [(1, 1, [1.0]), (2, 1, [0.3, 0.7]), (4, 1, [0.0, 0.5, 0.5, 0.0]), (2, 2, [0.2, 0.3, 0.1, 0.4]), (4, 2, [0.0] * 7 + [1.0])]
+    "pp,vpp,share",
+    [
+        (1, 1, [1.0]),
+        (2, 1, [0.3, 0.7]),
+        (4, 1, [0.0, 0.5, 0.5, 0.0]),
+        (2, 2, [0.2, 0.3, 0.1, 0.4]),
+        (4, 2, [0.0] * 7 + [1.0]),
+    ],
 )
 def test_layers_over_all_stages_are_a_partition(model, id, counts, pp, vpp, share):
     flat = [int(counts * part) for part in share]
@@ -112,7 +121,9 @@ def shapes_case(rank: int, device: str) -> dict[str, tuple]:
     init_parallel(layout, split)
     with building("meta", torch.bfloat16):
         config = core_config(model, layout, dtype=torch.bfloat16)
-        chunk = VLMModel(model=model, layout=layout, split=split, stage=0, chunk=0, config=config, provider=Provider(device))
+        chunk = VLMModel(
+            model=model, layout=layout, split=split, stage=0, chunk=0, config=config, provider=Provider(device)
+        )
     return {name: (tuple(t.shape), str(t.dtype)) for name, t in named_tensors([chunk]).items()}
 
 
@@ -122,5 +133,7 @@ def test_every_provider_gives_the_same_names_shapes_and_dtypes():
     assert len(found[0]) > 60
     others = {name for name, (_, dtype) in found[0].items() if dtype != "torch.bfloat16"}
     assert others == {
-        f"text_decoder.decoder.layers.{n}.mlp.router.{kind}" for n in (1, 2, 3) for kind in ("weight", "e_score_correction_bias")
+        f"text_decoder.decoder.layers.{n}.mlp.router.{kind}"
+        for n in (1, 2, 3)
+        for kind in ("weight", "e_score_correction_bias")
     }

@@ -24,7 +24,12 @@ GOLDEN = {
     "templates": ["glm4v_moe"],
     "collators": ["glm4v_moe", "qwen3vl"],
     "ops": [
-        "causal_attention/torch", "grouped_matmul/torch", "rms_norm/torch", "rotary/torch", "rotary_fp32/torch", "segment_attention/torch",
+        "causal_attention/torch",
+        "grouped_matmul/torch",
+        "rms_norm/torch",
+        "rotary/torch",
+        "rotary_fp32/torch",
+        "segment_attention/torch",
         "swiglu/torch",
     ],
 }
@@ -47,11 +52,15 @@ def test_listing_imports_nothing_heavy():
         "import sys; from mm_models.registry import TABLES, table; [table(t).ids() for t in TABLES]; "
         "print([m for m in ('torch', 'megatron', 'transformers') if m in sys.modules])"
     )
-    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip() == "[]"
+    assert (
+        subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip() == "[]"
+    )
 
 
 def test_unknown_id_names_table_nearest_and_known():
-    with pytest.raises(UserError, match=r"unknown id 'glm4v_moe_ml' in table 'llm_layer_specs'; did you mean 'glm4v_moe_lm'\?"):
+    with pytest.raises(
+        UserError, match=r"unknown id 'glm4v_moe_ml' in table 'llm_layer_specs'; did you mean 'glm4v_moe_lm'\?"
+    ):
         table("llm_layer_specs").get("glm4v_moe_ml")
     with pytest.raises(UserError, match=r"unknown registry table 'text_decoder'; did you mean 'text_decoders'\?"):
         table("text_decoder")
@@ -67,7 +76,9 @@ def test_duplicate_names_both_definitions():
 
 def test_plugins(tmp_path):
     plugin = tmp_path / "my_plugin.py"
-    plugin.write_text("from mm_models.registry import table\nanswer = 42\ntable('templates').add('mine', 'my_plugin:answer')\n")
+    plugin.write_text(
+        "from mm_models.registry import table\nanswer = 42\ntable('templates').add('mine', 'my_plugin:answer')\n"
+    )
     try:
         load_plugins([str(plugin)])
         assert table("templates").get("mine") == 42
