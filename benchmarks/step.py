@@ -67,8 +67,8 @@ class Megatron:
         from mm_models.weights.live import load_into
 
         args = Arguments(
-            mm_model=str(folder / "model.json"), mm_data=str(DATA), micro_batch_size=1, train_iters=1000, lr=RATE, lr_decay_style="constant",
-            weight_decay=0.01, clip_grad=CLIP, load=str(folder),
+            mm_model=str(folder / "model.json"), mm_data=str(DATA), micro_batch_size=1, train_iters=1000, lr=RATE,
+            lr_decay_style="constant",             weight_decay=0.01, clip_grad=CLIP, load=str(folder),
         )  # fmt: skip
         self.session = session.start(validation.plan(args, processes))
         plan = self.session.plan

@@ -246,8 +246,10 @@ class ModelSplit:
         last_vision = self._last_vision
         if first_text < last_vision:
             raise UserError(
-                f"pipeline_num_layers: a text layer stands on flat stage {first_text}, before the last vision layer on flat stage {last_vision} "
-                f"(vision {self.vision.nested()}, text {self.text.nested()}). The vision tower must end first: move text layers later or vision layers earlier."
+                f"pipeline_num_layers: a text layer stands on flat stage {first_text}, "
+                f"before the last vision layer on flat stage {last_vision} "
+                f"(vision {self.vision.nested()}, text {self.text.nested()}). "
+                f"The vision tower must end first: move text layers later or vision layers earlier."
             )
 
     @property
