@@ -24,7 +24,6 @@ setup(
         "transformers>=5.24,<5.25",
         "safetensors>=0.5",
         "pydantic>=2.11",
-        "jsonargparse>=4.40",
         "rich>=13",
         "pyyaml>=6",
         "numpy>=1.26",

@@ -68,7 +68,7 @@ class Megatron:
 
         args = Arguments(
             mm_model=str(folder / "model.json"), mm_data=str(DATA), micro_batch_size=1, train_iters=1000, lr=RATE,
-            lr_decay_style="constant",             weight_decay=0.01, clip_grad=CLIP, load=str(folder),
+            lr_decay_style="constant", weight_decay=0.01, clip_grad=CLIP, load=str(folder),
         )  # fmt: skip
         self.session = session.start(validation.plan(args, processes))
         plan = self.session.plan
