@@ -109,3 +109,18 @@ def test_every_make_target_and_named_file_exists(page):
     assert set(re.findall(r"(?:^|`)make (\w+)", text, flags=re.M)) <= targets
     for path in re.findall(r"`((?:mm_models|specs|converters|tests|docs|examples|benchmarks)/[\w./-]+)`", text):
         assert (ROOT / path).exists() or (page.parent / path).exists(), f"{page.relative_to(ROOT)}: {path}"
+
+
+def test_quoted_code_is_the_code():
+    """docs/add-a-model.md quotes converters/glm4v_moe/text.py, and its plugin example works."""
+    *quotes, plugin = [block.text for block in blocks(ROOT / "docs" / "add-a-model.md") if block.kind == "python"]
+    source = " ".join((ROOT / "converters" / "glm4v_moe" / "text.py").read_text().split())
+    for quote in quotes:
+        assert " ".join(quote.split()) in source, quote
+    done = subprocess.run(
+        [sys.executable, "-c", f"{plugin}\nprint(table('vit_layer_specs').ids())"],
+        check=True,
+        capture_output=True,
+        text=True,
+    )
+    assert "my_vit" in done.stdout
