@@ -244,8 +244,13 @@ def _options(args: argparse.Namespace):
 
 
 def _hf_to_mm(args: argparse.Namespace) -> int:
+    from mm_models.config.model import load_model_config
     from mm_models.weights import verbs
 
+    if args.model and not (args.pp or args.llm_pp_layers or args.vit_pp_layers):
+        model = load_model_config(args.model)
+        args.llm_pp_layers = model.text and model.text.pipeline_num_layers
+        args.vit_pp_layers = model.vision and model.vision.pipeline_num_layers
     report = verbs.hf_to_mm(
         args.hf, args.out, _target(args), model_json=args.model, converter=args.converter, options=_options(args)
     )

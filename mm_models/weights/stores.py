@@ -16,7 +16,7 @@ from mm_models.weights import mmfolder
 from mm_models.weights.boxes import Placement, Shape, flat_range
 from mm_models.weights.hffolder import HfFolder, Stored
 from mm_models.weights.manifest import Checkpoint
-from mm_models.weights.model_map import LocalTensor, WeightMap, shard_coords
+from mm_models.weights.model_map import HfTensor, LocalTensor, WeightMap, shard_coords
 from mm_models.weights.plan import Fragment
 from mm_models.weights.rules import EXPERT_LAYOUTS
 
@@ -37,8 +37,9 @@ class HfStore:
 
 def hf_store(folder: HfFolder, wmap: WeightMap, family: Family) -> HfStore:
     """Every tensor of `folder` as a fragment; refused unless the folder holds exactly what the model needs, and known extras."""
-    expert_layout = _expert_layout(folder, wmap)
-    expected = wmap.hf(expert_layout)
+    maps = {expert_layout: wmap.hf(expert_layout) for expert_layout in EXPERT_LAYOUTS}
+    expert_layout = _expert_layout(folder, maps)
+    expected = maps[expert_layout]
     extras = tuple(
         t for name, t in folder.tensors.items() if name not in expected and family.is_extra(name, wmap.model)
     )
@@ -62,9 +63,9 @@ def hf_store(folder: HfFolder, wmap: WeightMap, family: Family) -> HfStore:
     return HfStore(fragments=fragments, expert_layout=expert_layout, extras=extras)
 
 
-def _expert_layout(folder: HfFolder, wmap: WeightMap) -> str:
+def _expert_layout(folder: HfFolder, maps: Mapping[str, Mapping[str, HfTensor]]) -> str:
     """Which of Hugging Face's expert layouts a folder has, by the names that only one of them uses."""
-    names = {layout: set(wmap.hf(layout)) for layout in EXPERT_LAYOUTS}
+    names = {layout: set(expected) for layout, expected in maps.items()}
     common = set.intersection(*names.values())
     found = {layout: sorted(set(folder.tensors) & (names[layout] - common)) for layout in EXPERT_LAYOUTS}
     held = [layout for layout in EXPERT_LAYOUTS if found[layout]]

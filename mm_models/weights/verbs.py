@@ -113,6 +113,7 @@ def hf_to_mm(
     if model_json is not None:
         model = load_model_config(model_json)
         family.check_model(model, folder.config, where)
+        _check_lists(model, target, str(model_json))
     else:
         model = family.model(folder.config, where)
     _tell_unread(family, folder.config, where, options.say)
@@ -140,6 +141,21 @@ def _check_converter(converter: str | None, family: Family, folder: Path) -> Non
     """Refuse a converter that was named but is another family's."""
     if converter is not None and converter != family.name:
         raise UserError(f"{folder} is converted by {family.name}, not {converter}.")
+
+
+def _check_lists(model: ModelConfig, target: Target, where: str) -> None:
+    """Layer lists given beside a model.json that has its own must be the same."""
+    for given, section, name in (
+        (target.text_layers, model.text, "llm_pp_layers"),
+        (target.vision_layers, model.vision, "vit_pp_layers"),
+    ):
+        stated = section and section.pipeline_num_layers
+        if given and stated and _flat(given) != _flat(stated):
+            raise UserError(f"{name} is {given}, {where} says {stated}. Leave the option out, or correct one of them.")
+
+
+def _flat(lists: object) -> list:
+    return [count for row in lists for count in (row if isinstance(row, list) else [row])]
 
 
 def _tell_unread(family: Family, config: Mapping[str, Any], where: str, say: Say) -> None:

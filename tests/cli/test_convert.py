@@ -9,6 +9,7 @@ import sys
 import pytest
 
 from mm_models.cli.convert import VERBS, main
+from mm_models.cli.models import main as models_main
 from mm_models.weights.check import compare
 from mm_models.weights.manifest import open_checkpoint
 from tests.weights.folders import assert_same_folder, hf_folder
@@ -164,6 +165,31 @@ def test_a_stated_source_layout_is_checked_against_the_manifest(hf, tmp_path, ca
         )
         == 0
     )
+
+
+def test_layer_lists_come_from_the_model_json_and_may_not_contradict_it(hf, tmp_path, capsys):
+    model = tmp_path / "model.json"
+    init = [
+        "init",
+        "--hf",
+        str(hf),
+        "--pp",
+        "2",
+        "--llm-pp-layers",
+        "[1,3]",
+        "--vit-pp-layers",
+        "[2,0]",
+        "-o",
+        str(model),
+    ]
+    assert models_main(init) == 0
+    assert run("hf_to_mm", "--hf", hf, "--out", tmp_path / "mm", "--model", model, "--tp", 2) == 0
+    manifest = open_checkpoint(tmp_path / "mm").manifest
+    assert (manifest.layout.pp, manifest.split.text.nested()) == (2, [[1, 3]])
+    assert run("hf_to_mm", "--hf", hf, "--out", tmp_path / "no", "--model", model, "--llm-pp-layers", "[[2,2]]") == 2
+    assert "llm_pp_layers is [[2, 2]]" in capsys.readouterr().err
+    assert run("hf_to_mm", "--hf", hf, "--out", tmp_path / "no", "--model", model, "--pp", "4") == 2
+    assert "expected 4: one count per pipeline stage" in capsys.readouterr().err and not (tmp_path / "no").exists()
 
 
 def test_check_says_what_differs_and_exits_1(hf, tmp_path, capsys):
