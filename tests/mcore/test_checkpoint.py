@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import random
 import signal
@@ -190,47 +191,77 @@ def test_sigterm_on_one_rank_saves_on_all_and_resumes_exactly(tmp_path):
     assert exact(resumed) == exact(unbroken)  # the metrics file holds the whole run
 
 
-def _train_and_die(rank: int, argv: list[str], save: str, delay: float) -> None:
-    """Train, and die by SIGKILL `delay` seconds after the first temporary folder appears."""
+POINTS = [
+    ("mmfolder.begin", "after", 0),
+    ("write_file", "before", 1),
+    ("write_file", "after", 1),
+    ("write_manifest", "before", 0),
+    ("write_manifest", "after", 0),
+    ("mmfolder.finish", "after", 0),
+    ("mmfolder.write_tracker", "before", 0),
+    ("mmfolder.write_tracker", "after", 0),
+]
+"""(function of a save, before or after it, which rank is killed there)."""
 
-    def die():
-        while not list(Path(save).glob("*.tmp-*")):
-            time.sleep(0.0005)
-        time.sleep(delay)
-        os.kill(os.getpid(), signal.SIGKILL)
 
-    threading.Thread(target=die, daemon=True).start()
+def _die(*_) -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _train_and_die(rank: int, argv: list[str], save: str, moment: float | tuple[str, str, int]) -> None:
+    """Train, and die by SIGKILL in the first save: some seconds after its folder appears, or at a point of `POINTS`."""
+    from mm_models.mcore import checkpoint_save
+
+    if isinstance(moment, tuple):
+        name, when, victim = moment
+        place = checkpoint_save.mmfolder if "." in name else checkpoint_save
+        plain = getattr(place, name.rpartition(".")[2])
+
+        def dying(*args, **how):
+            if when == "before":
+                _die()
+            result = plain(*args, **how)
+            _die()
+            return result
+
+        if rank == victim:
+            setattr(place, name.rpartition(".")[2], dying)
+    else:
+
+        def watch():
+            while not list(Path(save).glob("*.tmp-*")):
+                time.sleep(0.0005)
+            time.sleep(moment)
+            _die()
+
+        threading.Thread(target=watch, daemon=True).start()
     train_synthetic(rank, argv, Synthetic())
     time.sleep(5)
 
 
 def test_twenty_kills_while_saving_lose_nothing(tmp_path):
-    argv = tiny_flags(tmp_path, DISTRIBUTED, steps=8)
+    """Every other kill strikes all ranks at a random moment, the rest one rank at a chosen point. Each restart goes on from the
+    last complete step; at the end the whole run is the unbroken one, bit for bit."""
+    argv = tiny_flags(tmp_path, DISTRIBUTED, steps=14)
     unbroken = launch_synthetic(2, [*argv, "--from-scratch"], tmp_path / "a.jsonl")
-    save, metrics = tmp_path / "ck", tmp_path / "b.jsonl"
-    going = [*argv, "--save", str(save), "--save-interval", "1", "--log-metrics", str(metrics)]
+    save, metrics, draw, reached = tmp_path / "ck", tmp_path / "b.jsonl", random.Random(7), []
+    going = [*argv, "--save", str(save), "--save-interval", "1"]
     save.mkdir()
-    draw, reached = random.Random(7), []
-    for _ in range(20):
+
+    def begin() -> list[str]:
         tracker = save / "latest_checkpointed_iteration.txt"
-        at = int(tracker.read_text()) if tracker.exists() else 0
-        if at == 8:
-            break
-        if at:
-            assert open_checkpoint(save).manifest.iteration == at  # what the tracker names is complete
+        reached.append(int(tracker.read_text()) if tracker.exists() else 0)
+        if reached[-1]:
+            assert open_checkpoint(save).manifest.iteration == reached[-1]  # what the tracker names is complete
+        return ["--load", str(save)] if reached[-1] else ["--from-scratch"]
+
+    random_moments = [10 ** draw.uniform(-3, 0.2) for _ in range(20 - len(POINTS))]
+    for moment in [item for pair in itertools.zip_longest(random_moments, POINTS) for item in pair if item is not None]:
         with pytest.raises(CaseFailed):
-            run(
-                _train_and_die,
-                2,
-                [*going, *(("--load", str(save)) if at else ("--from-scratch",))],
-                str(save),
-                draw.uniform(0, 0.15),
-                timeout=60,
-            )
-        reached.append(at)
-    assert reached == sorted(reached)
-    at = (save / "latest_checkpointed_iteration.txt").exists()
-    launch_synthetic(2, [*going[:-2], *(("--load", str(save)) if at else ("--from-scratch",))], metrics)
+            case = [*going, *begin(), "--log-metrics", str(metrics)]
+            run(_train_and_die, 2, case, str(save), moment, timeout=60)
+    launch_synthetic(2, [*going, *begin()], metrics)
+    assert reached == sorted(reached) and len(reached) == 21 and 0 < reached[-1] < 14
     assert exact(read_metrics(metrics)) == exact(unbroken)
     assert not list(save.glob("*.tmp-*"))
 
