@@ -39,7 +39,7 @@ def get_batch(data_iterator: Iterator[MicroBatch]) -> MicroBatch:
 def loss_func(
     batch: MicroBatch, output_tensor: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
-    """(loss, labelled tokens, report). The loss carries its final factor; core and DDP only sum after it."""
+    """(loss, 0, report). The loss carries its final factor: core and DDP only sum after it, so core's token count is not used."""
     import torch
 
     loss = batch.loss(output_tensor)
