@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import torch
 
 from mm_models import device as devices
+from mm_models import versions
 from mm_models.mcore import batches, checkpoint, checkpoint_save, log, schedule_lr, start, validation, watch
 from mm_models.mcore import optimizer as optim
 from mm_models.mcore import session as sessions
@@ -40,6 +41,7 @@ class Trainer:
 
 def pretrain(datasets_provider: Callable, model_provider: Callable, forward_step: Callable, args: Arguments) -> None:
     """Train as `args` say. Raises `UserError` for the user's mistakes and `StoppedBySignal` after a clean stop."""
+    versions.check("megatron-core")
     load_plugins(args.plugin)
     plan = validation.plan(args, sessions.world_size(), device=devices.device_type())
     start.check_freeze(plan)
