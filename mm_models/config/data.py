@@ -62,7 +62,7 @@ class PreprocessParameters(StrictModel):
     image_min_pixels: Pixels | None = None
     video_max_pixels: Pixels | None = None
     video_min_pixels: Pixels | None = None
-    video_fps: Annotated[float, Field(gt=0, strict=False)] = 2.0
+    video_fps: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 2.0
     video_maxlen: Count = 64
 
     @model_validator(mode="after")

@@ -19,7 +19,7 @@ from mm_models.errors import UserError
 from mm_models.layout import ModelSplit, ParallelLayout, StageSplit, check_divides
 
 Size = Annotated[int, Field(gt=0)]
-Number = Annotated[float, Field(gt=0, strict=False)]  # JSON writes 10000 where 10000.0 is meant
+Number = Annotated[float, Field(gt=0, allow_inf_nan=False)]  # strict all the same: JSON may write 10000, but neither "1e4" nor true
 LayerCounts = list[int] | list[list[int]] | None
 Freeze = bool | list[str] | None
 
