@@ -7,13 +7,18 @@ READY := $(VENV)/.ready
 export OMP_NUM_THREADS ?= 1
 export TOKENIZERS_PARALLELISM ?= false
 
-.PHONY: demo test lint clean
+.PHONY: demo test test-slow lint clean
 
 demo: $(READY)            ## small GLM-4.5V: convert, train on several topologies, resume, resplit, export; prints the proof
 	$(BIN)/python -m examples.quickstart.demo --work .demo
 
-test: $(READY)            ## the whole suite
-	$(BIN)/python -m pytest -p no:warnings $(PYTEST_ARGS)
+PYTEST := $(BIN)/python -m pytest -p no:warnings -n 2 --dist worksteal
+
+test: $(READY)            ## the suite
+	$(PYTEST) -m "not slow" $(PYTEST_ARGS)
+
+test-slow: $(READY)       ## its long tail: kills, launch scripts, memory
+	$(PYTEST) -m slow $(PYTEST_ARGS)
 
 lint: $(READY)            ## ruff and the import contracts
 	$(BIN)/ruff check .
