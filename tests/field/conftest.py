@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from tests.field.kit import numbered_experts
+from tests.mcore.training_kit import world  # noqa: F401  a fixture
 from tests.weights.folders import hf_folder
 
 

@@ -115,7 +115,11 @@ def loaded_case(rank: int, source: Path, hf: Path, split: dict, degrees: dict) -
             for place, one in enumerate(got):
                 group = everything[place * layout.dp : (place + 1) * layout.dp] if layout.ep > 1 else [mine[place]]
                 expected = reference(**hf_inputs(concatenated(group))).logits
-                expected = (expected[at.dp : at.dp + 1] if layout.ep > 1 else expected).chunk(layout.tp, -1)[at.tp].transpose(0, 1)
+                expected = (
+                    (expected[at.dp : at.dp + 1] if layout.ep > 1 else expected)
+                    .chunk(layout.tp, -1)[at.tp]
+                    .transpose(0, 1)
+                )
                 worst = max(worst or 0.0, ((one - expected).abs().max() / expected.abs().max()).item())
     return Loaded(worst=worst, chosen=frozenset(chosen), constants=_constants(chunks))
 
@@ -142,7 +146,9 @@ def _gradients(hf: Path, made: tuple) -> tuple[dict[str, torch.Tensor], float]:
     return megatron_tensors(grads, model_config(hf)), total
 
 
-def gradients(hf: Path, provider, window: list[tuple[int, ...]], divisors: list[float]) -> tuple[dict[str, torch.Tensor], float]:
+def gradients(
+    hf: Path, provider, window: list[tuple[int, ...]], divisors: list[float]
+) -> tuple[dict[str, torch.Tensor], float]:
     """Hugging Face's gradients by Megatron's names, and the loss: the sum over micro-batches of sum of CE / divisor."""
     return _gradients(hf, tuple((provider, ids, divisor) for ids, divisor in zip(window, divisors, strict=True)))
 
@@ -170,7 +176,9 @@ def agree(got: dict[str, torch.Tensor], expected: dict[str, torch.Tensor], toler
     norm = torch.cat([g.flatten().double() for g in expected.values()]).norm()
     bad = {}
     for name, value in got.items():
-        error = ((value.double() - expected[name].double()).norm() / max(expected[name].double().norm(), 1e-6 * norm)).item()
+        error = (
+            (value.double() - expected[name].double()).norm() / max(expected[name].double().norm(), 1e-6 * norm)
+        ).item()
         if not error <= tolerance:
             bad[name] = error
     assert not bad, sorted(bad.items(), key=lambda item: -item[1])[:8]

@@ -14,7 +14,7 @@ from mm_models.mcore.arguments import parse
 from mm_models.mcore.validation import plan
 from tests.harness import CaseFailed, run
 from tests.mcore import standin
-from tests.mcore.training_kit import launch, launch_synthetic, tiny_files, tiny_flags, world  # noqa: F401
+from tests.mcore.training_kit import launch, launch_synthetic, tiny_files, tiny_flags
 from tests.models import tiny_glm_config, tiny_model_json
 
 # --- B69 ------------------------------------------------------------------------------------------------------------
@@ -66,14 +66,14 @@ def test_a_key_given_twice_in_model_json(tmp_path):
     """B69: the second does not win, nor the first."""
     text = json.dumps(tiny_model_json(tiny_glm_config())).replace('"num_layers": 4', '"num_layers": 4, "num_layers": 5')
     (tmp_path / "model.json").write_text(text)
-    with pytest.raises(UserError, match="model.json: key 'num_layers' is given twice"):
+    with pytest.raises(UserError, match=r"model\.json: key 'num_layers' is given twice"):
         load_model_config(tmp_path / "model.json")
 
 
 def test_an_unknown_component_is_refused_with_the_nearest(tmp_path):
     """B69: a `model_id` that is not registered, before any process starts."""
     argv = [*tiny_flags(tmp_path, "--from-scratch", text_decoder={"model_id": "glm4v_moe_ml"}), "--check"]
-    with pytest.raises(CaseFailed, match="'glm4v_moe_ml'.*did you mean 'glm4v_moe_lm'"):
+    with pytest.raises(CaseFailed, match=r"'glm4v_moe_ml'.*did you mean 'glm4v_moe_lm'"):
         launch_synthetic(1, argv, tmp_path / "m.jsonl")
 
 
@@ -84,24 +84,62 @@ def test_the_converter_reads_the_same_closed_model_json(tmp_path, capsys):
     hf = hf_folder(tmp_path / "hf")
     content = tiny_model_json(tiny_glm_config(), text_decoder={"num_query_group": 2})
     (tmp_path / "model.json").write_text(json.dumps(content))
-    assert main(["hf_to_mm", "--hf", str(hf), "--out", str(tmp_path / "mm"), "--model", str(tmp_path / "model.json")]) == 2
+    assert (
+        main(["hf_to_mm", "--hf", str(hf), "--out", str(tmp_path / "mm"), "--model", str(tmp_path / "model.json")]) == 2
+    )
     assert "did you mean 'num_query_groups'" in capsys.readouterr().err and not (tmp_path / "mm").exists()
 
 
 # --- B70 ------------------------------------------------------------------------------------------------------------
 
-NUMBERS = {"1e-5": 1e-5, "1.0e-5": 1e-5, "1E-5": 1e-5, "1e-05": 1e-5, ".00001": 1e-5, "1e5": 1e5, "1E+5": 1e5, "012.5": 12.5, "2": 2.0}
-PLACES = {"--lr": "lr", "--weight-decay": "weight_decay", "--adam-eps": "adam_eps", "--clip-grad": "clip_grad", "--min-lr": "min_lr"}
+NUMBERS = {
+    "1e-5": 1e-5,
+    "1.0e-5": 1e-5,
+    "1E-5": 1e-5,
+    "1e-05": 1e-5,
+    ".00001": 1e-5,
+    "1e5": 1e5,
+    "1E+5": 1e5,
+    "012.5": 12.5,
+    "2": 2.0,
+}
+PLACES = {
+    "--lr": "lr",
+    "--weight-decay": "weight_decay",
+    "--adam-eps": "adam_eps",
+    "--clip-grad": "clip_grad",
+    "--min-lr": "min_lr",
+}
 
 
 @pytest.mark.parametrize("flag", PLACES)
 @pytest.mark.parametrize("word", NUMBERS)
 def test_a_number_is_a_float_however_it_is_written(flag, word):
     """B70: every spelling in every numeric flag is the same float; Python's and YAML's specialities are refused by flag."""
-    flags = standin.BASE if flag != "--lr" else [w for i, w in enumerate(standin.BASE) if "--lr" not in standin.BASE[max(0, i - 1) : i + 1]]
+    flags = (
+        standin.BASE
+        if flag != "--lr"
+        else [w for i, w in enumerate(standin.BASE) if "--lr" not in standin.BASE[max(0, i - 1) : i + 1]]
+    )
     value = getattr(parse([*flags, flag, word]), PLACES[flag])
     assert value == NUMBERS[word] and type(value) is float
-    for wrong in ("on", "off", "1_000", "'1e-5'", '"1e-5"', "1e-5f", "1,5", "true", "null", "~", "", " 1", "0x10", "1e", "infinity"):
+    for wrong in (
+        "on",
+        "off",
+        "1_000",
+        "'1e-5'",
+        '"1e-5"',
+        "1e-5f",
+        "1,5",
+        "true",
+        "null",
+        "~",
+        "",
+        " 1",
+        "0x10",
+        "1e",
+        "infinity",
+    ):
         with pytest.raises(UserError, match=flag):
             parse([*flags, flag, wrong])
 
@@ -124,7 +162,14 @@ def test_the_optimizer_gets_the_numbers(tmp_path):
     assert all(type(group[key]) is float for group in groups for key in ("lr", "weight_decay", "eps"))
 
 
-@pytest.mark.parametrize(("key", "value", "fine"), [("rms_norm_eps", 1e-5, True), ("rope_theta", 10000, True), ("rms_norm_eps", "1e-5", False), ("rope_theta", "1e4", False), ("rms_norm_eps", 0, False), ("rms_norm_eps", -1e-5, False), ("rope_theta", True, False), ("rope_theta", float("inf"), False), ("rms_norm_eps", float("nan"), False)])
+FLOATS = [
+    ("rms_norm_eps", 1e-5, True), ("rope_theta", 10000, True), ("rms_norm_eps", "1e-5", False), ("rope_theta", "1e4", False),
+    ("rms_norm_eps", 0, False), ("rms_norm_eps", -1e-5, False), ("rope_theta", True, False),
+    ("rope_theta", float("inf"), False), ("rms_norm_eps", float("nan"), False),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("key", "value", "fine"), FLOATS)
 def test_numbers_in_model_json(tmp_path, key, value, fine):
     """B70: 1e-5 is a number and 10000 is 10000.0; a number as text, a truth value or one below zero is refused by key."""
     content = tiny_model_json(tiny_glm_config(), text_decoder={key: value})
@@ -140,26 +185,30 @@ def test_numbers_in_model_json(tmp_path, key, value, fine):
 
 
 @pytest.mark.parametrize(
-    ("world", "micro", "batch", "words"),
+    ("nprocs", "micro", "batch", "words"),
     [
-        (2, 1, 3, "--global-batch-size 3 does not divide by micro-batch size · DP = 1 · 2 = 2 (remainder 1). Possible nearby: 2 or 4"),
+        (
+            2,
+            1,
+            3,
+            "--global-batch-size 3 does not divide by micro-batch size · DP = 1 · 2 = 2 (remainder 1). Possible nearby: 2 or 4",
+        ),
         (2, 3, 8, "3 · 2 = 6 (remainder 2). Possible nearby: 6 or 12"),
         (4, 2, 4, "2 · 4 = 8 (remainder 4). Possible nearby: 8"),
     ],
 )
-def test_batches_that_do_not_divide(tmp_path, world, micro, batch, words):
+def test_batches_that_do_not_divide(tmp_path, nprocs, micro, batch, words):
     """B63: the arithmetic, and what would work."""
     files = tiny_files(tmp_path)
-    argv = [*files, "--micro-batch-size", str(micro), "--global-batch-size", str(batch), "--train-iters", "1", "--lr", "1", "--from-scratch"]
+    sizes = ["--micro-batch-size", str(micro), "--global-batch-size", str(batch)]
+    argv = [*files, *sizes, "--train-iters", "1", "--lr", "1", "--from-scratch"]
     with pytest.raises(UserError) as caught:
-        plan(parse(argv), world)
+        plan(parse(argv), nprocs)
     assert words in str(caught.value)
 
 
 def test_fewer_samples_than_a_global_batch_end_a_run(world, tmp_path):
     """B63: fifteen rows cut to three, a global batch of four: both numbers and no step. None at all is refused in data.json."""
-    from tests.mcore.training_kit import launch
-
     argv = [*world.flags(data=world.data("three", max_samples=3), steps=1, start=None), "--from-scratch"]
     with pytest.raises(CaseFailed, match="3 samples are fewer than one global batch of 4"):
         launch(2, argv, tmp_path / "m.jsonl")

@@ -6,6 +6,7 @@ import re
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from mm_models.cli.convert import main
 from mm_models.errors import UserError
@@ -42,13 +43,10 @@ def test_every_kind_of_tensor_is_missed_by_name(hf, tmp_path):
     assert len(kinds(state)) > 35
     path = copy(hf, tmp_path / "hf")
     for name in kinds(state).values():
-        tensor = state[name]
-        edit_state(path, lambda found, name=name: found.pop(name))
+        save_file({other: tensor for other, tensor in state.items() if other != name}, path / "model.safetensors")
         with pytest.raises(UserError, match=f"1 missing: {re.escape(name)}"):
             to_mm(path, tmp_path / "mm")
-        edit_state(path, lambda found, name=name, tensor=tensor: found.update({name: tensor}))
     assert not (tmp_path / "mm").exists()
-    assert compare(path, hf).equal
 
 
 NAMINGS = {
@@ -72,7 +70,12 @@ def test_another_naming_is_refused_never_half_loaded(hf, tmp_path, capsys, namin
                     break
 
     edit_state(path, rename)
-    assert main(["Glm4vMoeConverter", "hf_to_mm", "--cfg.hf_config.hf_dir", str(path), "--cfg.mm_dir", str(tmp_path / "mm")]) == 2
+    assert (
+        main(
+            ["Glm4vMoeConverter", "hf_to_mm", "--cfg.hf_config.hf_dir", str(path), "--cfg.mm_dir", str(tmp_path / "mm")]
+        )
+        == 2
+    )
     said = capsys.readouterr().err
     assert re.search(r"\d+ missing: model\.", said) and re.search(r"\d+ unexpected: ", said), said
     assert not (tmp_path / "mm").exists()
@@ -121,9 +124,19 @@ def test_a_missing_router_bias_stops_a_run(biased, hf, tmp_path):
 )
 def test_logits_after_conversion_for_every_head_geometry(tmp_path, heads, groups, dim, tp):
     """B28, B54: query heads over key-value heads and head widths that are not hidden / heads, all biases random."""
-    rope = {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5, "mrope_section": [dim // 4 - 2, 1, 1]}
+    rope = {
+        "rope_type": "default",
+        "rope_theta": 10000.0,
+        "partial_rotary_factor": 0.5,
+        "mrope_section": [dim // 4 - 2, 1, 1],
+    }
     hf = hf_folder(
-        tmp_path / "hf", dtype=torch.float32, num_attention_heads=heads, num_key_value_heads=groups, head_dim=dim, rope_parameters=rope
+        tmp_path / "hf",
+        dtype=torch.float32,
+        num_attention_heads=heads,
+        num_key_value_heads=groups,
+        head_dim=dim,
+        rope_parameters=rope,
     )
     assert all(state_of(hf)[f"model.language_model.layers.0.self_attn.{part}_proj.bias"].std() > 0 for part in "qkv")
     degrees = {"tp": tp} if tp > 1 else {}
@@ -138,8 +151,16 @@ def test_logits_after_conversion_for_every_head_geometry(tmp_path, heads, groups
     [
         ({}, 4, ["num_query_groups (kv heads) 2 does not divide by tp 4"]),
         ({"num_key_value_heads": 1}, 2, ["num_query_groups (kv heads) 1 does not divide by tp 2"]),
-        ({"num_attention_heads": 6, "num_key_value_heads": 3}, 2, ["num_query_groups (kv heads) 3 does not divide by tp 2"]),
-        ({"num_key_value_heads": 4, "vision_num_heads": 2}, 4, ["vision_encoder.num_attention_heads 2 does not divide by tp 4"]),
+        (
+            {"num_attention_heads": 6, "num_key_value_heads": 3},
+            2,
+            ["num_query_groups (kv heads) 3 does not divide by tp 2"],
+        ),
+        (
+            {"num_key_value_heads": 4, "vision_num_heads": 2},
+            4,
+            ["vision_encoder.num_attention_heads 2 does not divide by tp 4"],
+        ),
         ({"n_shared_experts": 1, "moe_intermediate_size": 45}, 2, ["shared experts' width 45 does not divide by tp 2"]),
     ],
     ids=str,
@@ -150,7 +171,10 @@ def test_heads_and_widths_that_tp_does_not_divide(tmp_path, capsys, overrides, t
 
     hf = hf_folder(tmp_path / "hf", **overrides)
     mm = to_mm(hf, tmp_path / "mm")
-    for command in (["hf_to_mm", "--hf", hf, "--out", tmp_path / "out"], ["resplit", "--mm", mm, "--out", tmp_path / "out"]):
+    for command in (
+        ["hf_to_mm", "--hf", hf, "--out", tmp_path / "out"],
+        ["resplit", "--mm", mm, "--out", tmp_path / "out"],
+    ):
         assert main([*map(str, command), "--tp", str(tp)]) == 2
         said = capsys.readouterr().err
         assert all(word in said for word in words), said
@@ -197,8 +221,11 @@ def test_the_sums_of_all_tensors_survive(numbered, tmp_path, layout):
     files = loaded(mm).values()
     assert sum(total(tensors, True) for tensors in files) == total(state, True)
     assert sum(total(tensors, False) for tensors in files) == pytest.approx(total(state, False), rel=1e-12)
+    listed = open_checkpoint(mm).manifest.tensors
     elements = sum(t.numel() for tensors in files for t in tensors.values())
-    assert elements == sum(t.numel() for t in state.values()) == sum(torch.Size(e.shape).numel() for e in open_checkpoint(mm).manifest.tensors)
+    assert (
+        elements == sum(t.numel() for t in state.values()) == sum(torch.Size(entry.shape).numel() for entry in listed)
+    )
 
 
 def test_the_command_counts_what_it_read_and_lists_what_it_left(hf, tmp_path, capsys):

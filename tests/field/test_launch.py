@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -9,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.models import tiny_glm_config, tiny_model_json
 from tests.weights.folders import hf_folder
 
 ROOT = Path(__file__).parents[2]
@@ -18,10 +20,6 @@ CONVERT = ROOT / "examples" / "glm4.5v" / "convert_glm4_5v.sh"
 @pytest.fixture(scope="module")
 def tiny(tmp_path_factory):
     """A folder with spaces in its path, and a model.json for PP 1."""
-    import json
-
-    from tests.models import tiny_glm_config, tiny_model_json
-
     place = tmp_path_factory.mktemp("a place") / "with spaces"
     hf_folder(place / "h f")
     (place / "model.json").write_text(json.dumps(tiny_model_json(tiny_glm_config())))
@@ -30,8 +28,17 @@ def tiny(tmp_path_factory):
 
 def chain(place: Path, script: str, **variables: str) -> subprocess.CompletedProcess:
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
-    given = {"HF_DIR": "h f", "MM_DIR": str(place / "m m"), "MODEL_JSON": "model.json", "TP": "1", "PP": "1", "EP": "1", "ETP": "1", "PATH": path, "SCRIPT": str(CONVERT)}
-    return subprocess.run(["bash", "-c", script], cwd=place, env=given | variables, capture_output=True, text=True, timeout=60)
+    given = {
+        "HF_DIR": "h f",
+        "MM_DIR": str(place / "m m"),
+        "MODEL_JSON": "model.json",
+        "PATH": path,
+        "SCRIPT": str(CONVERT),
+    }
+    given |= dict.fromkeys(("TP", "PP", "EP", "ETP"), "1")
+    return subprocess.run(
+        ["bash", "-c", script], cwd=place, env=given | variables, capture_output=True, text=True, timeout=60
+    )
 
 
 @pytest.mark.parametrize(

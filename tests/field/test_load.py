@@ -113,10 +113,12 @@ def test_extra_state_alone_is_no_fault(source, tmp_path):
     assert compare(hf, tmp_path / "ours").equal
     file = path / "iter_0000100/mp_rank_00/model_optim_rng.pt"
     content = torch.load(file, weights_only=False)
-    assert any(key.endswith("_extra_state") for key in content["model"]) and isinstance(content["args"], argparse.Namespace)
+    assert any(key.endswith("_extra_state") for key in content["model"]) and isinstance(
+        content["args"], argparse.Namespace
+    )
     content["model"]["text_decoder.decoder.layers.0.ghost.weight"] = torch.zeros(3)
     torch.save(content, file)
-    with pytest.raises(UserError, match="1 unexpected: text_decoder.decoder.layers.0.ghost.weight"):
+    with pytest.raises(UserError, match=r"1 unexpected: text_decoder\.decoder\.layers\.0\.ghost\.weight"):
         verbs.resplit(opened(path, hf, ep=2), tmp_path / "theirs", target, options=QUIET)
     assert not (tmp_path / "theirs").exists()
 
@@ -128,7 +130,8 @@ def test_extra_state_alone_is_no_fault(source, tmp_path):
 def saved(tmp_path_factory):
     """Two checkpoints of a run, iterations 1 and 2."""
     folder = tmp_path_factory.mktemp("field") / "run"
-    launch_synthetic(1, [*tiny_flags(folder, steps=3), "--from-scratch", "--save", str(folder / "ck"), "--save-interval", "1", "--exit-interval", "2"], folder / "m.jsonl")
+    often = ["--save", str(folder / "ck"), "--save-interval", "1", "--exit-interval", "2"]
+    launch_synthetic(1, [*tiny_flags(folder, steps=3), "--from-scratch", *often], folder / "m.jsonl")
     return folder / "ck"
 
 
@@ -150,10 +153,12 @@ def test_an_unfinished_folder_is_no_checkpoint(saved, tmp_path):
     argv = [*tiny_flags(tmp_path, steps=3), "--load", str(tmp_path / "ck")]
     assert check_source(plan(parse(argv), 1)).checkpoint.manifest.iteration == 2
     (tmp_path / "ck/latest_checkpointed_iteration.txt").write_text("3")
-    with pytest.raises(UserError, match="iter_0000003 is not there.*Complete checkpoints here: iter_0000001, iter_0000002"):
+    with pytest.raises(
+        UserError, match=r"iter_0000003 is not there.*Complete checkpoints here: iter_0000001, iter_0000002"
+    ):
         check_source(plan(parse(argv), 1))
     (tmp_path / "ck/iter_0000002/manifest.json").unlink()
-    with pytest.raises(UserError, match="iter_0000002: no manifest.json, so it is not a complete checkpoint"):
+    with pytest.raises(UserError, match=r"iter_0000002: no manifest\.json, so it is not a complete checkpoint"):
         check_source(plan(parse([*argv, "--ckpt-step", "2"]), 1))
 
 
@@ -167,14 +172,17 @@ def test_no_wrong_path_takes_a_step(saved, hf, tmp_path):
     (tmp_path / "other/notes.txt").write_text("x")
     shutil.copytree(saved, tmp_path / "bare")
     (tmp_path / "bare/latest_checkpointed_iteration.txt").unlink()
-    cases = {saved.with_name("kc"): (), tmp_path / "empty": (), tmp_path / "other": (), tmp_path / "bare": (), saved.parent: (), saved: ("--ckpt-step", "7"), hf: ("--ckpt-step", "1")}
+    wrong = (saved.with_name("kc"), tmp_path / "empty", tmp_path / "other", tmp_path / "bare", saved.parent)
+    cases = dict.fromkeys(wrong, ()) | {saved: ("--ckpt-step", "7"), hf: ("--ckpt-step", "1")}
     for path, more in cases.items():
         argv = [*tiny_flags(tmp_path / "run", steps=3), "--load", str(path), *more]
         with pytest.raises(UserError) as caught:
             check_source(plan(parse(argv), 1))
         assert str(path) in str(caught.value)
     with pytest.raises(CaseFailed, match="kc"):
-        launch_synthetic(1, [*tiny_flags(tmp_path / "run", steps=3), "--load", str(saved.with_name("kc"))], tmp_path / "m.jsonl")
+        launch_synthetic(
+            1, [*tiny_flags(tmp_path / "run", steps=3), "--load", str(saved.with_name("kc"))], tmp_path / "m.jsonl"
+        )
     assert not (tmp_path / "m.jsonl").exists()
     with pytest.raises(UserError, match="--from-scratch"):
         plan(parse(tiny_flags(tmp_path / "run", steps=3)), 1)

@@ -13,7 +13,7 @@ from tests.field.kit import agree, gradients, stepped
 from tests.harness import run
 from tests.mcore.batches import IMAGE, batch, hf_inputs
 from tests.mcore.cases import assemble, relative_gradients, train_step, wrap
-from tests.mcore.test_training import DISTRIBUTED, topology
+from tests.mcore.test_training import DISTRIBUTED, SP, topology
 from tests.mcore.training_kit import Synthetic, launch_synthetic, printed, tiny_flags
 from tests.models import tiny_glm_model
 
@@ -40,18 +40,21 @@ CUTS = {
     "bs2": (1, [], 2, [(1, 2)]),
     "bs1·acc2": (1, [], 1, [(1,), (2,)]),
     "dp2": (2, [], 1, [(1,), (2,)]),
-    "dp2, sharded": (2, [DISTRIBUTED], 1, [(1,), (2,)]),
-    "dp2·acc2": (2, [], 1, [(1,), (2,), (4,), (5,)]),
+    "dp2·acc2": (2, [DISTRIBUTED], 1, [(1,), (2,), (4,), (5,)]),
     "dp2·bs2": (2, [], 2, [(1, 2), (4, 5)]),
     "pp2·acc2": (2, topology(pp=2), 1, [(1,), (2,)]),
     "ep2": (2, topology(ep=2), 1, [(1,), (2,)]),
+    "tp2·bs2": (2, [*topology(tp=2), SP], 2, [(1, 2)]),
 }
 
 
-@pytest.mark.parametrize(("mode", "cut"), [("per_token_loss", cut) for cut in CUTS] + [("default", cut) for cut in ("bs2", "bs1·acc2", "dp2·acc2", "dp2·bs2")])
+@pytest.mark.parametrize(
+    ("mode", "cut"),
+    [("per_token_loss", cut) for cut in CUTS] + [("default", cut) for cut in ("bs2", "bs1·acc2", "dp2·bs2")],
+)
 def test_short_and_long_answers(hf, tmp_path, mode, cut):
-    """B09: 3 and 9 supervised tokens, however the batch is cut. By token the loss is the sum over 12 and the gradient the same everywhere;
-    the default is the mean of each micro-batch's mean. The printed loss is the one that was optimised."""
+    """B09: 3 and 9 supervised tokens, however the batch is cut. By token the loss is the sum over 12 and the gradient the
+    same everywhere; the default is the mean of the micro-batches' means. The printed loss is the one that was optimised."""
     nprocs, flags, size, window = CUTS[cut]
     order = tuple(id for ids in window for id in ids)
     provider = ShortAndLong(order=order)
@@ -59,7 +62,8 @@ def test_short_and_long_answers(hf, tmp_path, mode, cut):
     total = sum(tokens.values())
     divisors = [total if mode == "per_token_loss" else sum(tokens[id] for id in ids) * len(window) for ids in window]
     expected, loss = gradients(hf, provider, window, divisors)
-    argv = tiny_flags(tmp_path, *flags, "--load", str(hf), "--save", str(tmp_path / "ck"), "--clip-grad", "0", steps=1, batch=len(order), loss_cfg={"loss_type": mode})
+    more = ["--load", str(hf), "--save", str(tmp_path / "ck"), "--clip-grad", "0"]
+    argv = tiny_flags(tmp_path, *flags, *more, steps=1, batch=len(order), loss_cfg={"loss_type": mode})
     argv[argv.index("--micro-batch-size") + 1] = str(size)
     (record,) = launch_synthetic(nprocs, argv, tmp_path / "m.jsonl", provider)
     assert record["loss"] == pytest.approx(loss, rel=1e-5) and record["labelled_tokens"] == total
@@ -79,9 +83,11 @@ def test_the_two_means_differ_here(hf):
 
 
 def test_samples_left_out_are_named(tmp_path):
-    """B14: one micro-batch of four without labels: a warning with its sample, from the rank that computes the loss, and a step that counts."""
-    said = printed(2, tiny_flags(tmp_path, *topology(pp=2), "--from-scratch", steps=1), Synthetic(order=(1, 2, 5, 4), unlabelled=frozenset({5})))
-    assert sum(text.count("WARNING step 1: no labelled token in samples [5]; they are left out of the loss") for text in said) == 1
+    """B14: one micro-batch of four without labels: one warning with its sample, and a step that counts."""
+    provider = Synthetic(order=(1, 2, 5, 4), unlabelled=frozenset({5}))
+    said = printed(2, tiny_flags(tmp_path, *topology(pp=2), "--from-scratch", steps=1), provider)
+    warning = "WARNING step 1: no labelled token in samples [5]; they are left out of the loss"
+    assert sum(text.count(warning) for text in said) == 1
     assert "number of skipped iterations:   0 |" in said[-1]
 
 
@@ -104,7 +110,11 @@ def padded(samples: list[dict], side: str) -> dict:
         if parts := [sample[key] for sample in samples if key in sample]:
             made[key] = torch.cat(parts)
     made["position_ids"] = glm4v_moe(
-        made["input_ids"], made["attention_mask"], made.get("image_grid_thw"), image_token_id=IMAGE, spatial_merge_size=2
+        made["input_ids"],
+        made["attention_mask"],
+        made.get("image_grid_thw"),
+        image_token_id=IMAGE,
+        spatial_merge_size=2,
     )
     return made
 

@@ -11,7 +11,16 @@ from tests.mcore.test_checkpoint import EXACT
 from tests.mcore.training_kit import Synthetic, launch_synthetic, printed, tiny_flags
 
 WARMUP, TOTAL, PEAK, LOWEST = 4, 20, 1e-3, 1e-5
-SCHEDULE = ("--lr-decay-style", "cosine", "--lr-warmup-iters", str(WARMUP), "--lr-decay-iters", str(TOTAL), "--min-lr", str(LOWEST))
+SCHEDULE = (
+    "--lr-decay-style",
+    "cosine",
+    "--lr-warmup-iters",
+    str(WARMUP),
+    "--lr-decay-iters",
+    str(TOTAL),
+    "--min-lr",
+    str(LOWEST),
+)
 
 
 def rate(step: int) -> float:
@@ -26,7 +35,14 @@ def rate(step: int) -> float:
 def unbroken(tmp_path_factory):
     """Ten steps in one go, saved at 2 (inside the warm-up) and 5; (folder, records)."""
     folder = tmp_path_factory.mktemp("field") / "run"
-    argv = [*tiny_flags(folder, *SCHEDULE, steps=10, batch=2), "--from-scratch", "--save", str(folder / "ck"), "--save-interval", "1"]
+    argv = [
+        *tiny_flags(folder, *SCHEDULE, steps=10, batch=2),
+        "--from-scratch",
+        "--save",
+        str(folder / "ck"),
+        "--save-interval",
+        "1",
+    ]
     return folder, launch_synthetic(1, argv, folder / "m.jsonl")
 
 
@@ -55,7 +71,14 @@ def test_another_global_batch_is_not_taken_in_silence(unbroken, tmp_path):
     with pytest.raises(CaseFailed, match="lr_warmup_steps was 8, is now 16; lr_decay_steps was 40, is now 80"):
         launch_synthetic(1, argv, tmp_path / "no.jsonl")
     (tmp_path / "ids").mkdir()
-    chosen = [*argv, "--use-checkpoint-opt_param-scheduler", "--exit-interval", "6", "--log-metrics", str(tmp_path / "m.jsonl")]
+    chosen = [
+        *argv,
+        "--use-checkpoint-opt_param-scheduler",
+        "--exit-interval",
+        "6",
+        "--log-metrics",
+        str(tmp_path / "m.jsonl"),
+    ]
     (said,) = printed(1, chosen, Synthetic(record=str(tmp_path / "ids")))
     assert "the checkpoint's schedule" in said and "--global-batch-size was 2, is 4" in said
     assert f"learning rate {records[5]['learning_rate']:.6E}" in said  # no jump
@@ -69,10 +92,19 @@ def test_position_survives_a_change_of_ranks(unbroken, tmp_path):
     """B40: stopped at 5 on one process and resumed on two: the samples of every later step are those of the unbroken run."""
     folder, _ = unbroken
     read = {}
-    for name, nprocs, start in (("whole", 1, ["--from-scratch"]), ("two", 2, ["--load", str(folder / "ck"), "--ckpt-step", "5"])):
+    for name, nprocs, start in (
+        ("whole", 1, ["--from-scratch"]),
+        ("two", 2, ["--load", str(folder / "ck"), "--ckpt-step", "5"]),
+    ):
         (tmp_path / name).mkdir()
         argv = [*tiny_flags(tmp_path, *SCHEDULE, steps=10, batch=2), *start]
         launch_synthetic(nprocs, argv, tmp_path / f"{name}.jsonl", Synthetic(record=str(tmp_path / name)))
-        rows = [line.split() for rank in range(nprocs) for line in (tmp_path / name / f"rank{rank}.txt").read_text().splitlines()]
-        read[name] = {step: sorted(int(id) for at, *ids in rows for id in ids if int(at) == step) for step in range(6, 11)}
+        rows = [
+            line.split()
+            for rank in range(nprocs)
+            for line in (tmp_path / name / f"rank{rank}.txt").read_text().splitlines()
+        ]
+        read[name] = {
+            step: sorted(int(id) for at, *ids in rows for id in ids if int(at) == step) for step in range(6, 11)
+        }
     assert read["two"] == read["whole"] and all(len(ids) == 2 for ids in read["two"].values())
