@@ -98,6 +98,7 @@ def test_the_commands_run(checkout):
     _loads(made / "hf_trained")
 
 
+@pytest.mark.slow
 def test_the_quickstarts_commands_run(checkout):
     run_page(QUICKSTART, checkout)
 

@@ -54,6 +54,9 @@ training.one_iteration = one_iteration
 """
 
 
+pytestmark = pytest.mark.slow  # each starts the whole launch script
+
+
 @pytest.fixture(scope="module")
 def place(tmp_path_factory) -> Path:
     """A folder with spaces: `h f` (bf16), `da ta/data.json`, `model.json`, and `m m`, converted by the shipped script."""
@@ -188,7 +191,6 @@ def test_files_that_do_not_fit_are_refused_before_any_process_starts(place, tmp_
     assert not (tmp_path / "logs").exists()
 
 
-@pytest.mark.slow
 def test_a_bad_data_path_inside_data_json_fails(place, tmp_path):
     value = json.loads((place / "da ta" / "data.json").read_text())
     value["dataset_param"]["basic_parameters"]["dataset"] = "not there.json"
@@ -196,14 +198,12 @@ def test_a_bad_data_path_inside_data_json_fails(place, tmp_path):
     refused(train(place, tmp_path, DATA_JSON="data.json"), "not there.json")
 
 
-@pytest.mark.slow
 def test_a_worker_that_dies_fails_the_script(place, tmp_path):
     (tmp_path / "dying.py").write_text(DYING)
     done = train(place, tmp_path, "--plugin", str(tmp_path / "dying.py"))
     refused(done, "exitcode  : 3", "error: training failed with status")
 
 
-@pytest.mark.slow
 def test_sigterm_stops_the_training_and_fails_the_script(place, tmp_path):
     """The signal reaches the workers, which save; no process stays behind."""
     command = ["bash", EXAMPLE / "finetune_glm4_5v_106B.sh"]

@@ -239,6 +239,7 @@ def _train_and_die(rank: int, argv: list[str], save: str, moment: float | tuple[
     time.sleep(5)
 
 
+@pytest.mark.slow
 def test_twenty_kills_while_saving_lose_nothing(tmp_path):
     """Every other kill strikes all ranks at a random moment, the rest one rank at a chosen point. Each restart goes on from the
     last complete step; at the end the whole run is the unbroken one, bit for bit."""

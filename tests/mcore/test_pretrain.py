@@ -112,6 +112,7 @@ def test_mistakes_end_in_one_line_and_status_2(world, tmp_path):  # noqa: F811
         assert done.stderr.count("error: ") == 1
 
 
+@pytest.mark.slow
 def test_a_bad_data_path_fails_under_torchrun(world, tmp_path):  # noqa: F811
     done = start(2, *world.flags(data=world.data("lost", dataset=str(tmp_path / "lost.json"))))
     assert done.returncode != 0 and "lost.json" in done.stderr and not LINE.search(done.stdout)
@@ -133,6 +134,7 @@ batches.gather_step = gather_step
 """
 
 
+@pytest.mark.slow
 def test_a_worker_that_dies_fails_the_run(world, tmp_path):  # noqa: F811
     (tmp_path / "dies.py").write_text(DIES)
     done = start(2, *world.flags("--plugin", str(tmp_path / "dies.py")))
