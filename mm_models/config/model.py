@@ -19,7 +19,8 @@ from mm_models.errors import UserError
 from mm_models.layout import ModelSplit, ParallelLayout, StageSplit, check_divides
 
 Size = Annotated[int, Field(gt=0)]
-Number = Annotated[float, Field(gt=0, allow_inf_nan=False)]  # strict all the same: JSON may write 10000, but neither "1e4" nor true
+Number = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+"""Strict all the same: JSON may write 10000 for 10000.0, but neither "1e4" nor true."""
 LayerCounts = list[int] | list[list[int]] | None
 Freeze = bool | list[str] | None
 
