@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-IGNORED = -100
+from mm_models.components.loss import count_labels
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,11 +62,6 @@ class StepBatches:
         return [iter(self.micro) for _ in range(chunks)]
 
 
-def labelled(data: dict[str, Any]) -> int:
-    """Labelled tokens after the shift: the first token of a row is predicted by nothing."""
-    return int((data["labels"][:, 1:] != IGNORED).sum())
-
-
 def gather_step(
     loader: Iterator[dict[str, Any]], *, count: int, loss_type: str, counts: bool, device: torch.device
 ) -> StepBatches:
@@ -76,7 +71,7 @@ def gather_step(
     tensor-parallel rank of the last stage), which also holds the labels. A collective over the world.
     """
     read = [move(next(loader), device) for _ in range(count)]
-    here = [labelled(data) if "labels" in data else 0 for data in read]
+    here = [count_labels(data["labels"]) if "labels" in data else 0 for data in read]
     size = sum(data["labels"].numel() for data in read if "labels" in data)
     total = torch.tensor([sum(here), sum(n > 0 for n in here), size], dtype=torch.int64, device=device)
     if not counts:
@@ -103,7 +98,7 @@ def empty_ids(step: StepBatches) -> list[int]:
     return [
         id
         for micro in step.micro
-        if "labels" in micro.data and labelled(micro.data) == 0
+        if "labels" in micro.data and count_labels(micro.data["labels"]) == 0
         for id in micro.data["sample_ids"]
     ]
 

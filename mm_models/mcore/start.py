@@ -11,14 +11,13 @@ from mm_models.layout import ModelSplit, ParallelLayout
 from mm_models.mcore import assembly, log
 from mm_models.mcore import optimizer as optim
 from mm_models.mcore.arguments import Arguments
+from mm_models.mcore.grads import EMBEDDING, HEAD
 from mm_models.mcore.layers import Recompute
 from mm_models.mcore.local_grads import LocalGradients
 from mm_models.mcore.session import Session
 from mm_models.mcore.validation import RunPlan
 from mm_models.ops import choose
 from mm_models.weights import model_map
-
-EMBEDDING, HEAD = "text_decoder.embedding.word_embeddings.weight", "text_decoder.output_layer.weight"
 
 
 def build(session: Session, model_provider: Callable) -> list[torch.nn.Module]:
