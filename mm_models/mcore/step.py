@@ -34,12 +34,7 @@ class StepResult:
 def prepare_chunks(chunks: Sequence[torch.nn.Module]) -> None:
     """Hand core the hook that ends a step's backward pass. `chunks` are DDP-wrapped."""
     for chunk in chunks:
-        chunk.config.finalize_model_grads_func = _finalize
-
-
-def _finalize(chunks, num_tokens=None, **_) -> None:
-    """Core's hook: the gradients are summed, and already carry the whole loss factor, so nothing is rescaled here."""
-    grads.finalize(chunks)
+        chunk.config.finalize_model_grads_func = grads.finalize
 
 
 def train_step(

@@ -203,7 +203,8 @@ def finish(tmp: Path) -> Path:
     if final.exists() and _exchange(tmp, final):
         shutil.rmtree(tmp)  # now the old one
     else:
-        shutil.rmtree(final, ignore_errors=True)
+        if final.exists():
+            shutil.rmtree(final)
         os.rename(tmp, final)
     sync_folder(final.parent)
     if lock is not None:
@@ -232,6 +233,7 @@ def publish(tmp: Path) -> Path:
 def abandon(tmp: Path) -> None:
     """Remove a temporary folder after a failure."""
     lock = _locks.pop(tmp, None)
+    # The failure that led here is the one to report, and no loader accepts a leftover.
     shutil.rmtree(tmp, ignore_errors=True)
     if lock is not None:
         os.close(lock)
