@@ -11,12 +11,12 @@ from collections.abc import Iterator
 from functools import partial
 from typing import TYPE_CHECKING
 
-from mm_models.mcore.entry import run_script
+from mm_models.train.entry import run_script
 
 if TYPE_CHECKING:
     import torch
 
-    from mm_models.mcore.batches import MicroBatch
+    from mm_models.train.batches import MicroBatch
 
 
 def model_provider(pre_process: bool = True, post_process: bool = True, vp_stage: int = 0) -> torch.nn.Module:

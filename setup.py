@@ -16,7 +16,7 @@ setup(
     license="Apache-2.0",
     python_requires=">=3.11",
     packages=find_packages(include=["mm_models", "mm_models.*", "specs", "specs.*", "converters", "converters.*"]),
-    py_modules=["pretrain_vlm"],
+    py_modules=["pretrain_vlm", "pretrain_fsdp2"],
     package_data={"mm_models": ["**/*.jinja", "**/*.json"]},
     install_requires=[
         "torch>=2.13,<2.14",

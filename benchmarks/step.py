@@ -81,8 +81,8 @@ class Megatron:
         self.pieces = optimizer.shards(self.optimizer, self.chunks)
 
     def step(self, data: dict) -> float:
-        from mm_models.mcore.batches import gather_step
         from mm_models.mcore.step import train_step
+        from mm_models.train.batches import gather_step
         from pretrain_vlm import forward_step
 
         batches = gather_step(

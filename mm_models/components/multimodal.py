@@ -1,4 +1,4 @@
-"""Putting image features among text tokens, with every count checked."""
+"""Putting image features among text tokens, with every count checked; and tensors that only have to be in the graph."""
 
 from __future__ import annotations
 
@@ -40,3 +40,22 @@ def check_image_tokens(
         raise UserError(
             f"image {image} of the batch has {sizes[image]} features, but no image tokens are left for it (of {len(sizes)} images)."
         )
+
+
+class _Join(torch.autograd.Function):
+    """Identity for `x`; the received tensor gets a zero gradient. Not `x + received.sum() * 0`: an infinity would make it NaN."""
+
+    @staticmethod
+    def forward(ctx, x, received):
+        ctx.received = received.shape, received.dtype, received.device
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, grad):
+        shape, dtype, device = ctx.received
+        return grad, torch.zeros(shape, dtype=dtype, device=device)
+
+
+def join(x: torch.Tensor, received: torch.Tensor | None) -> torch.Tensor:
+    """`x`, with `received` in its graph."""
+    return x if received is None else _Join.apply(x, received)

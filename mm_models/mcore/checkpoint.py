@@ -15,11 +15,12 @@ from pathlib import Path
 import torch
 
 from mm_models.errors import UserError
-from mm_models.mcore import log, rng, schedule_lr
 from mm_models.mcore import optimizer as optim
+from mm_models.mcore import schedule_lr
 from mm_models.mcore.arguments import option
-from mm_models.mcore.session import Session
+from mm_models.mcore.session import Session, seed
 from mm_models.mcore.validation import RunPlan
+from mm_models.train import log, rng
 from mm_models.weights import hffolder, live, mmfolder
 from mm_models.weights.manifest import Checkpoint, open_checkpoint, verify
 
@@ -178,7 +179,7 @@ def restore_rng(session: Session, state: Progress) -> None:
     if state.rng is not None:
         rng.restore(state.rng[session.coords.dp])
     elif state.iteration:
-        rng.seed(session, extra=state.iteration)
+        seed(session, extra=state.iteration)
 
 
 def _changed_args(saved: Mapping, now: Mapping) -> list[str]:

@@ -22,10 +22,11 @@ import torch.distributed as dist
 from torch.utils.serialization import config as serialization
 
 from mm_models.errors import UserError
-from mm_models.mcore import log, rng, start
 from mm_models.mcore import optimizer as optim
+from mm_models.mcore import start
 from mm_models.mcore.checkpoint import Progress
 from mm_models.mcore.session import Session
+from mm_models.train import log, rng
 from mm_models.weights import mmfolder, ptfile
 from mm_models.weights.dtypes import dtype_name
 from mm_models.weights.manifest import Entry, Manifest, Moment, write_manifest

@@ -16,6 +16,8 @@ from megatron.core import parallel_state
 
 from mm_models.layout import ParallelLayout
 from mm_models.mcore.local_grads import LocalGradients
+from mm_models.train import norm as norms
+from mm_models.train.norm import world_norm
 
 EMBEDDING, HEAD = "text_decoder.embedding.word_embeddings.weight", "text_decoder.output_layer.weight"
 
@@ -100,30 +102,13 @@ def grad_norm(chunks: list, pieces: Iterable[Stepped], layout: ParallelLayout) -
     `chunks` are DDP-wrapped; whether data-parallel ranks step disjoint pieces is read from them.
     """
     distributed = chunks[0].ddp_config.use_distributed_optimizer
-    total = torch.zeros((), dtype=torch.float64)
-    for piece in pieces:
-        if piece.main.grad is None or getattr(piece.param, "shared", False):
-            continue
-        square = torch.linalg.vector_norm(piece.main.grad, dtype=torch.float32).double().cpu() ** 2
-        total += square / replicas(piece.param, layout, distributed=distributed)
-    total = total.to(_world_device())
-    dist.all_reduce(total)
-    return total.sqrt().item()
-
-
-def _world_device() -> torch.device:
-    """Where collectives of the world group want their tensors."""
-    return (
-        torch.device("cpu") if dist.get_backend() == "gloo" else torch.device(torch.accelerator.current_accelerator())
+    return world_norm(
+        (piece.main.grad, replicas(piece.param, layout, distributed=distributed))
+        for piece in pieces
+        if piece.main.grad is not None and not getattr(piece.param, "shared", False)
     )
 
 
 def clip(pieces: Sequence[Stepped], norm: float, limit: float) -> float:
     """Scale every gradient so that the norm is at most `limit`; `limit` 0 does nothing. Returns the factor."""
-    factor = limit / (norm + 1e-6) if limit > 0 else 1.0
-    if factor >= 1.0:
-        return 1.0
-    for piece in pieces:
-        if piece.main.grad is not None:
-            piece.main.grad.mul_(factor)
-    return factor
+    return norms.clip((piece.main.grad for piece in pieces if piece.main.grad is not None), norm, limit)

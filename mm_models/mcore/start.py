@@ -8,7 +8,7 @@ import torch
 
 from mm_models.config.model import ModelConfig
 from mm_models.layout import ModelSplit, ParallelLayout
-from mm_models.mcore import assembly, log
+from mm_models.mcore import assembly, rank_table
 from mm_models.mcore import optimizer as optim
 from mm_models.mcore.arguments import Arguments
 from mm_models.mcore.grads import EMBEDDING, HEAD
@@ -17,6 +17,7 @@ from mm_models.mcore.local_grads import LocalGradients
 from mm_models.mcore.session import Session
 from mm_models.mcore.validation import RunPlan
 from mm_models.ops import choose
+from mm_models.train import log
 from mm_models.weights import model_map
 
 
@@ -90,13 +91,13 @@ def report(session: Session, chunks: Sequence[torch.nn.Module]) -> None:
     """Print the table of ranks, what is frozen and why. Collective over the world."""
     frozen = sorted(name for chunk in chunks for name, p in chunk.named_parameters() if not p.requires_grad)
     parameters = [p for chunk in chunks for p in chunk.parameters()]
-    row = log.RankRow(
+    row = rank_table.RankRow(
         rank=session.rank,
         stage=session.coords.pp,
         tp=session.coords.tp,
         dp=session.coords.dp,
         ep=session.coords.ep,
-        holds=log.holdings(session.plan.split, session.coords.pp),
+        holds=rank_table.holdings(session.plan.split, session.coords.pp),
         experts=_experts(session),
         trains=sum(p.numel() for p in parameters if p.requires_grad),
         total=sum(p.numel() for p in parameters),
@@ -106,7 +107,7 @@ def report(session: Session, chunks: Sequence[torch.nn.Module]) -> None:
     log.say(
         session.rank,
         choose(session.device.type).describe(),
-        *log.rank_table(row for row, _ in found),
+        *rank_table.rank_table(row for row, _ in found),
         *_freeze_lines(session.plan, {name for _, names in found for name in names}),
     )
 

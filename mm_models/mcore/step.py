@@ -12,14 +12,11 @@ from dataclasses import dataclass
 
 import torch
 
-from mm_models.mcore import batches, grads
-from mm_models.mcore.batches import StepBatches
+from mm_models.mcore import grads
 from mm_models.mcore.optimizer import Shard
 from mm_models.mcore.session import Session
-
-
-class NonFinite(RuntimeError):
-    """Loss or gradient norm is NaN or infinite: going on would destroy the weights."""
+from mm_models.train.batches import StepBatches, warn_empty
+from mm_models.train.entry import NonFinite
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,7 +44,7 @@ def train_step(
     forward_step: Callable,
 ) -> StepResult:
     """Run one step on this rank. Collective over the world."""
-    warn_empty(session, step)
+    warn_empty(step, speaks=session.speaks_for_loss, number=session.position.step)
     if step.empty:
         return StepResult(loss=None, grad_norm=None, skipped=True)
     loss = _forward_backward(session, chunks, optimizer, step, forward_step)
@@ -87,25 +84,6 @@ def _forward_backward(session: Session, chunks, optimizer, step: StepBatches, fo
     total = here if session.speaks_for_loss else torch.zeros_like(here)
     torch.distributed.all_reduce(total)
     return total.item()
-
-
-def warn_empty(session: Session, step: StepBatches) -> None:
-    """Name the samples without any label. When a whole step is empty all ranks gather them for one line."""
-    mine = batches.empty_ids(step) if session.speaks_for_loss else []
-    if step.empty:
-        found: list = [None] * torch.distributed.get_world_size()
-        torch.distributed.all_gather_object(found, mine)
-        if session.rank == 0:
-            ids = sorted(id for part in found for id in part)
-            print(
-                f"WARNING step {session.position.step}: no labelled token in the whole global batch, step skipped; samples {ids}",
-                flush=True,
-            )
-    elif mine:
-        print(
-            f"WARNING step {session.position.step}: no labelled token in samples {mine}; they are left out of the loss",
-            flush=True,
-        )
 
 
 def _stop(session: Session, pieces: Sequence[Shard], loss: float, norm: float) -> None:

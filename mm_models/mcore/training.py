@@ -8,21 +8,24 @@ from __future__ import annotations
 
 import signal
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 
 from mm_models import device as devices
 from mm_models import versions
-from mm_models.mcore import batches, checkpoint, checkpoint_save, log, schedule_lr, start, validation, watch
+from mm_models.mcore import checkpoint, checkpoint_save, replicas, schedule_lr, start, validation
 from mm_models.mcore import optimizer as optim
 from mm_models.mcore import session as sessions
 from mm_models.mcore.arguments import Arguments
-from mm_models.mcore.entry import StoppedBySignal
 from mm_models.mcore.session import Session
 from mm_models.mcore.step import StepResult, prepare_chunks, train_step
 from mm_models.registry import load_plugins
+from mm_models.train import batches, log, watch
+from mm_models.train.entry import StoppedBySignal
+from mm_models.train.session import launcher_rank, world_size
+from mm_models.train.signals import Signals
 
 CAREFUL_STEPS = 5
 """After a start, sample ids are compared across each model-parallel group in this many steps, then every `--check-batches`."""
@@ -43,12 +46,12 @@ def pretrain(datasets_provider: Callable, model_provider: Callable, forward_step
     """Train as `args` say. Raises `UserError` for the user's mistakes and `StoppedBySignal` after a clean stop."""
     versions.check("megatron-core")
     load_plugins(args.plugin)
-    plan = validation.plan(args, sessions.world_size(), device=devices.device_type())
+    plan = validation.plan(args, world_size(), device=devices.device_type())
     start.check_freeze(plan)
     source = checkpoint.check_source(plan)
     if args.check:
         log.say(
-            sessions.launcher_rank(),
+            launcher_rank(),
             *start.plan_lines(plan),
             "check passed: flags, model.json, data.json, layout and --load fit together.",
         )
@@ -73,7 +76,7 @@ def set_up(
     tensors = start.named_tensors(bare)
     checkpoint.fill(session, tensors, source)
     if plan.args.check_replicas:
-        watch.check_replicas(start.replicated(tensors, plan.model), session, when="after loading")
+        replicas.check_replicas(start.replicated(tensors, plan.model), session, when="after loading")
     start.report(session, bare)
     chunks = start.wrap(bare, plan.args, plan.layout)
     prepare_chunks(chunks)
@@ -105,7 +108,8 @@ def run(
     for iteration in range(first, args.train_iters + 1):
         session.position.step = iteration
         state = one_iteration(trainer, state, loader, forward_step, journal, careful=iteration < first + CAREFUL_STEPS)
-        stop = signals.agreed(session)
+        session.position.at("agreeing to go on")
+        stop = signals.agreed(session.device)
         leaving = (
             stop is not None
             or iteration == args.train_iters
@@ -143,7 +147,7 @@ def one_iteration(
     )
     state = state.after(samples=plan.global_batch_size, skipped=result.skipped)
     if plan.args.check_replicas and state.iteration % plan.args.check_replicas == 0:
-        watch.check_replicas(
+        replicas.check_replicas(
             start.replicated(start.named_tensors(trainer.chunks), plan.model),
             session,
             when=f"after step {state.iteration}",
@@ -207,25 +211,6 @@ def save(trainer: Trainer, state: checkpoint.Progress) -> None:
     session, plan = trainer.session, trainer.session.plan
     if plan.args.check_replicas:
         tensors = start.replicated(start.named_tensors(trainer.chunks), plan.model)
-        watch.check_replicas(tensors, session, when=f"before saving iteration {state.iteration}")
+        replicas.check_replicas(tensors, session, when=f"before saving iteration {state.iteration}")
     session.position.at("saving")
     checkpoint_save.save(trainer, state)
-
-
-class Signals:
-    """SIGTERM and SIGINT as a request that all ranks agree on at the end of a step."""
-
-    def __init__(self, numbers: Sequence[int] = (signal.SIGTERM, signal.SIGINT)):
-        self._seen = 0
-        for number in numbers:
-            signal.signal(number, self._note)
-
-    def _note(self, number: int, _frame) -> None:
-        self._seen = number
-
-    def agreed(self, session: Session) -> int | None:
-        """The signal any rank has received by now, on all ranks; None without one. A collective over the world."""
-        session.position.at("agreeing to go on")
-        seen = torch.tensor(self._seen, device=session.device)
-        torch.distributed.all_reduce(seen, op=torch.distributed.ReduceOp.MAX)
-        return seen.item() or None

@@ -18,32 +18,13 @@ from megatron.core.enums import ModelType
 from megatron.core.transformer import TransformerConfig
 from torch import nn
 
-from mm_models.components.multimodal import check_image_tokens
+from mm_models.components.multimodal import check_image_tokens, join
 from mm_models.config.model import ModelConfig
 from mm_models.layout import ModelSplit, ParallelLayout
 from mm_models.mcore.layers import TransformerBlock
 from mm_models.mcore.text import TextDecoder
 from mm_models.mcore.vision import ImageEncoder
 from mm_models.registry import table
-
-
-class _Join(torch.autograd.Function):
-    """Identity for `x`; the received tensor gets a zero gradient. Not `x + received.sum() * 0`: an infinity would make it NaN."""
-
-    @staticmethod
-    def forward(ctx, x, received):
-        ctx.received = received.shape, received.dtype, received.device
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx, grad):
-        shape, dtype, device = ctx.received
-        return grad, torch.zeros(shape, dtype=dtype, device=device)
-
-
-def join(x: torch.Tensor, received: torch.Tensor | None) -> torch.Tensor:
-    """`x`, with `received` in its graph."""
-    return x if received is None else _Join.apply(x, received)
 
 
 class VLMModel(nn.Module):

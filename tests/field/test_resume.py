@@ -82,7 +82,7 @@ def test_another_global_batch_is_not_taken_in_silence(unbroken, tmp_path):
     (said,) = printed(1, chosen, Synthetic(record=str(tmp_path / "ids")))
     assert "the checkpoint's schedule" in said and "--global-batch-size was 2, is 4" in said
     assert f"learning rate {records[5]['learning_rate']:.6E}" in said  # no jump
-    from mm_models.mcore.log import read_metrics
+    from mm_models.train.log import read_metrics
 
     (record,) = read_metrics(tmp_path / "m.jsonl")
     assert record["learning_rate"] == records[5]["learning_rate"] and record["consumed_samples"] == 10 + 4

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from mm_models.mcore.log import read_metrics
+from mm_models.train.log import read_metrics
 from mm_models.weights.manifest import open_checkpoint
 from tests.harness import CaseFailed, run
 from tests.mcore.test_training import DISTRIBUTED, SP, topology

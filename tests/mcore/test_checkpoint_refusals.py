@@ -10,8 +10,8 @@ import pytest
 from mm_models.errors import UserError
 from mm_models.mcore.arguments import parse
 from mm_models.mcore.checkpoint import check_source
-from mm_models.mcore.log import read_metrics
 from mm_models.mcore.validation import plan
+from mm_models.train.log import read_metrics
 from mm_models.weights.manifest import open_checkpoint
 from tests.harness import CaseFailed
 from tests.mcore.test_checkpoint import SCHEDULE

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from mm_models.mcore.log import read_metrics
+from mm_models.train.log import read_metrics
 from mm_models.weights.manifest import open_checkpoint
 from tests.mcore.test_training import SP, agree, topology
 from tests.mcore.training_kit import reference, world  # noqa: F401
@@ -120,7 +120,7 @@ def test_a_bad_data_path_fails_under_torchrun(world, tmp_path):  # noqa: F811
 
 DIES = """
 import os
-from mm_models.mcore import batches
+from mm_models.train import batches
 
 plain, steps = batches.gather_step, []
 

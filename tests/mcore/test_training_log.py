@@ -12,7 +12,8 @@ import pytest
 import torch
 
 from mm_models.layout import ModelSplit, StageSplit
-from mm_models.mcore import log
+from mm_models.mcore import rank_table
+from mm_models.train import log
 from tests.harness import CaseFailed, run
 from tests.mcore.test_training import DISTRIBUTED, SP, topology
 from tests.mcore.training_kit import Synthetic, launch_synthetic, printed, tiny_flags
@@ -65,8 +66,8 @@ def test_the_line_averages_time_and_adds_skips(capsys):
 
 def test_the_table_says_what_each_rank_holds(tmp_path):
     split = ModelSplit(vision=StageSplit(((1, 1), (0, 0))), text=StageSplit(((0, 0), (3, 1))))
-    assert log.holdings(split, 0) == ("patches + vision 0", "embedding + text 0-2")
-    assert log.holdings(split, 1) == ("vision 1 + projector", "text 3 + head")
+    assert rank_table.holdings(split, 0) == ("patches + vision 0", "embedding + text 0-2")
+    assert rank_table.holdings(split, 1) == ("vision 1 + projector", "text 3 + head")
     said = printed(4, tiny_flags(tmp_path, *topology(tp=2, etp=1, pp=2), SP, "--from-scratch", steps=1))[0].splitlines()
     table = said[next(i for i, line in enumerate(said) if line.startswith("rank  stage")) :][:5]
     assert [line.split()[:5] for line in table[1:]] == [
@@ -94,8 +95,9 @@ def _hang(rank: int, file: str) -> None:
     import sys
 
     from mm_models.layout import ParallelLayout
-    from mm_models.mcore.session import Position, Session
-    from mm_models.mcore.watch import Watchdog
+    from mm_models.mcore.session import Session
+    from mm_models.train.session import Position
+    from mm_models.train.watch import Watchdog
 
     os.dup2(os.open(file, os.O_CREAT | os.O_WRONLY | os.O_APPEND), 2)
     sys.stderr = os.fdopen(2, "w")

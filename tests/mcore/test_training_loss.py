@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from mm_models.mcore import batches
+from mm_models.train import batches
 from mm_models.weights.manifest import open_checkpoint
 from tests.harness import CaseFailed, run
 from tests.mcore.test_training import DISTRIBUTED, SP, agree, topology

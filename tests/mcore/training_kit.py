@@ -22,7 +22,7 @@ from mm_models.config.data import load_data_config
 from mm_models.config.model import load_model_config
 from mm_models.data.collator import NEEDS
 from mm_models.data.loader import build_loader
-from mm_models.mcore.log import read_metrics
+from mm_models.train.log import read_metrics
 from tests.data.kit import quickstart
 from tests.harness import run
 from tests.mcore.batches import hf_inputs
@@ -274,8 +274,8 @@ def train_synthetic(rank: int, argv: list[str], provider: Synthetic) -> str | No
     """A run over synthetic samples in this process, with the entry script's other callbacks. A stop by signal is returned as text."""
     import pretrain_vlm as entry
     from mm_models.mcore.arguments import parse
-    from mm_models.mcore.entry import StoppedBySignal
     from mm_models.mcore.training import pretrain
+    from mm_models.train.entry import StoppedBySignal
 
     try:
         pretrain(provider, entry.model_provider, entry.forward_step, parse(argv))

@@ -103,6 +103,25 @@ def empty_ids(step: StepBatches) -> list[int]:
     ]
 
 
+def warn_empty(step: StepBatches, *, speaks: bool, number: int) -> None:
+    """Name the samples of step `number` without any label. When a whole step is empty all ranks gather them for one line.
+
+    `speaks`: whether this rank's labels enter the loss.
+    """
+    mine = empty_ids(step) if speaks else []
+    if step.empty:
+        found: list = [None] * torch.distributed.get_world_size()
+        torch.distributed.all_gather_object(found, mine)
+        if torch.distributed.get_rank() == 0:
+            ids = sorted(id for part in found for id in part)
+            print(
+                f"WARNING step {number}: no labelled token in the whole global batch, step skipped; samples {ids}",
+                flush=True,
+            )
+    elif mine:
+        print(f"WARNING step {number}: no labelled token in samples {mine}; they are left out of the loss", flush=True)
+
+
 def fingerprint(sample_ids: Sequence[int]) -> int:
     """A 62-bit hash of the ids in order, the same in every process."""
     digest = hashlib.blake2b(",".join(map(str, sample_ids)).encode(), digest_size=8).digest()

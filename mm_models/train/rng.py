@@ -9,13 +9,9 @@ from typing import Any
 import numpy
 import torch
 
-from mm_models.mcore.session import Session
 
-
-def seed(session: Session, *, extra: int = 0) -> None:
-    """Seed everything: equal over TP (replicated tensors draw the same), different over DP and stages; `extra` moves it on."""
-    coords = session.coords
-    number = session.plan.args.seed + 100 * coords.pp + 10_000 * coords.dp + 1_000_003 * extra
+def seed(number: int) -> None:
+    """Seed Python, NumPy, torch and the accelerator."""
     random.seed(number)
     numpy.random.seed(number % 2**32)
     torch.manual_seed(number)

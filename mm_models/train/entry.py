@@ -23,6 +23,10 @@ class StoppedBySignal(Exception):
         self.number = number
 
 
+class NonFinite(RuntimeError):
+    """Loss or gradient norm is NaN or infinite: going on would destroy the weights."""
+
+
 def run_script(main: Callable[[], None]) -> int:
     """Call `main`; the exit status. A crash of the interpreter itself prints every thread's stack."""
     faulthandler.enable()
@@ -52,9 +56,9 @@ def _complain(error: UserError) -> None:
 
 def _tell_failure(error: Exception) -> None:
     if "torch" in sys.modules and _joined():
-        from mm_models.mcore import session, watch
+        from mm_models.train import session, watch
 
-        if session._current:
+        if session.running():
             watch.write(watch.describe_failure(session.current(), error))
             return
     raise error

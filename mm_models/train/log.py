@@ -1,4 +1,4 @@
-"""What a run prints: Megatron's own iteration line, the table at start, and the machine-readable copies of both.
+"""What a run prints: Megatron's own iteration line, the configuration at start, and the machine-readable copies.
 
 The iteration line has exactly Megatron's fields in Megatron's order, so that existing parsers read it; like there, the
 learning rate in it is the one set for the next step. Full precision goes to `--log-metrics` (one JSON object a line: the
@@ -10,12 +10,10 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from datetime import datetime
 from pathlib import Path
-
-from mm_models.layout import ModelSplit
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -183,59 +181,4 @@ def configuration_lines(settings: Mapping[str, object], title: str) -> list[str]
         f"------------------------ {title} ------------------------",
         *rows,
         f"-------------------- end of {title} ---------------------",
-    ]
-
-
-@dataclass(frozen=True, kw_only=True)
-class RankRow:
-    """What one rank holds and trains: one row of the table at start. `trains` counts elements."""
-
-    rank: int
-    stage: int
-    tp: int
-    dp: int
-    ep: int
-    holds: tuple[str, ...]
-    experts: str
-    trains: int
-    total: int
-
-
-def holdings(split: ModelSplit, stage: int) -> tuple[str, ...]:
-    """One text per virtual chunk: which layers and ends of both modules stand there."""
-    found = []
-    for chunk in range(split.any.vpp):
-        parts = []
-        for module, ends in (("vision", ("patches", "projector")), ("text", ("embedding", "head"))):
-            part = split.stage(module, stage, chunk)
-            if part.first:
-                parts.append(ends[0])
-            if part.layers:
-                parts.append(f"{module} {_span(part.layers)}")
-            if part.last:
-                parts.append(ends[1])
-        found.append(" + ".join(parts) or "nothing")
-    return tuple(found)
-
-
-def _span(layers: Sequence[int]) -> str:
-    return str(layers[0]) if len(layers) == 1 else f"{layers[0]}-{layers[-1]}"
-
-
-def rank_table(rows: Iterable[RankRow]) -> list[str]:
-    """The table rank -> stage, chunks, layers, experts, what trains."""
-    head = ("rank", "stage", "tp", "dp", "ep", "chunk: holds", "experts", "trains")
-    body = [
-        (
-            *map(str, (row.rank, row.stage, row.tp, row.dp, row.ep)),
-            "; ".join(f"{chunk}: {text}" for chunk, text in enumerate(row.holds)),
-            row.experts,
-            f"{row.trains:,} of {row.total:,}",
-        )
-        for row in rows
-    ]
-    widths = [max(len(line[column]) for line in [head, *body]) for column in range(len(head))]
-    return [
-        "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip()
-        for line in [head, *body]
     ]
