@@ -1,4 +1,9 @@
-"""Next-token cross entropy."""
+"""Next-token cross entropy: of whole logits, or chunk by chunk without ever holding them.
+
+`chunked_cross_entropy` computes loss and gradients in the forward pass, a few tokens at a time, so that no (tokens, vocabulary)
+tensor exists. What it holds instead until the backward pass is the gradient of the head's weight; `peak_bytes` says beforehand
+which of the two is smaller.
+"""
 
 from __future__ import annotations
 
@@ -26,3 +31,79 @@ def summed_cross_entropy(logits: torch.Tensor, shifted: torch.Tensor) -> torch.T
     """
     logits = logits.float().reshape(-1, logits.shape[-1])
     return F.cross_entropy(logits, shifted.reshape(-1), ignore_index=IGNORE, reduction="sum")
+
+
+def dynamic_chunk(batch: int, total: int) -> int:
+    """Tokens per chunk of a micro-batch of `batch` sequences: batch x the largest power of two with batch x power <= total, at least batch."""
+    return batch * (1 << (max(1, total // batch).bit_length() - 1))
+
+
+def chunked_cross_entropy(
+    hidden: torch.Tensor, weight: torch.Tensor, shifted: torch.Tensor, *, chunk: int
+) -> torch.Tensor:
+    """The same sum from hidden states (..., H), the head's weight (V, H) and shifted labels (...), `chunk` tokens at a time.
+
+    Numbers: each chunk's arithmetic is the unchunked one; sums over chunks are fp32, so that bf16 error does not grow with their
+    number. The gradients are computed in the forward pass for an incoming gradient of 1, and the backward pass, which runs once,
+    multiplies. Nothing waits for the device; chunks without labels are skipped where labels lie in host memory and add zero elsewhere.
+    """
+    grads = torch.is_grad_enabled() and (hidden.requires_grad, weight.requires_grad)
+    return _Chunked.apply(hidden, weight, shifted, chunk, grads or (False, False))
+
+
+class _Chunked(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, hidden, weight, shifted, chunk, wanted):
+        rows, labels = hidden.reshape(-1, hidden.shape[-1]), shifted.reshape(-1)
+        loss = torch.zeros((), dtype=torch.float32, device=rows.device)
+        on_host = labels.device.type == "cpu"
+        # Attributes, not save_for_backward: these are results, which neither recompute nor offload may touch.
+        ctx.grad_rows = torch.zeros_like(rows) if wanted[0] else None
+        ctx.shape, total = hidden.shape, None
+        for start in range(0, len(rows), chunk):
+            part, targets = rows[start : start + chunk], labels[start : start + chunk]
+            if on_host and not (targets != IGNORE).any():
+                continue
+            added, grad = _one_chunk(part, weight, targets, any(wanted))
+            loss += added
+            if wanted[0]:
+                torch.mm(grad, weight, out=ctx.grad_rows[start : start + chunk])
+            if wanted[1]:
+                total = _add_product(total, grad, part)
+        ctx.grad_weight = None
+        if wanted[1]:
+            ctx.grad_weight = torch.zeros_like(weight) if total is None else total.to(weight.dtype)
+        return loss
+
+    @staticmethod
+    def backward(ctx, incoming):
+        if not hasattr(ctx, "grad_rows"):
+            raise RuntimeError("the chunked loss was sent backward twice; its gradients exist once")
+        grad_rows, grad_weight = ctx.grad_rows, ctx.grad_weight
+        del ctx.grad_rows, ctx.grad_weight
+        if grad_rows is not None:
+            grad_rows = grad_rows.mul_(incoming).view(ctx.shape)
+        if grad_weight is not None:
+            grad_weight.mul_(incoming)
+        return grad_rows, grad_weight, None, None, None
+
+
+def _one_chunk(rows, weight, labels, with_grad: bool) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Summed loss of (n, H) rows, and its gradient (n, V) by the logits in their dtype: softmax minus one at the label."""
+    scores = torch.log_softmax(F.linear(rows, weight), dim=-1, dtype=torch.float32)
+    loss = F.nll_loss(scores, labels, ignore_index=IGNORE, reduction="sum")
+    if not with_grad:
+        return loss, None
+    labelled = (labels != IGNORE).unsqueeze(1)
+    at = labels.unsqueeze(1).clamp_min(0)
+    grad = scores.exp_().mul_(labelled).scatter_add_(1, at, -labelled.to(scores.dtype))
+    return loss, grad.to(rows.dtype)
+
+
+def _add_product(total, grad: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+    """`total` (V, H) + grad.T @ rows: fp32 from the second chunk on; a single chunk needs no sum and keeps the rows' dtype."""
+    if total is None:
+        return grad.t() @ rows
+    if grad.dtype == torch.float32:
+        return total.addmm_(grad.t(), rows)
+    return total.float().add_(grad.t() @ rows)
