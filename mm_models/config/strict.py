@@ -56,17 +56,33 @@ def validate(schema: type[Model], data: Any, where: str) -> Model:
 def _describe(schema: type[BaseModel], fault: dict[str, Any]) -> str:
     place = ".".join(map(str, fault["loc"])) or "the document"
     if fault["type"] != "extra_forbidden":
-        got = "" if fault["type"] == "missing" else f", got {fault['input']!r}"
+        whole = fault["type"] == "missing" or (fault["type"] == "value_error" and isinstance(fault["input"], dict))
+        got = "" if whole else f", got {fault['input']!r}"
         return f"{place}: {fault['msg'].removeprefix('Value error, ')}{got}"
-    parent = _schema_at(schema, fault["loc"][:-1])
+    return unknown_key(schema, tuple(fault["loc"]))
+
+
+def check_key(schema: type[BaseModel], key: str, where: str) -> None:
+    """Refuse a dotted key that `schema` does not have."""
+    loc = tuple(key.split("."))
+    for depth in range(len(loc)):
+        parent = schema if depth == 0 else _schema_at(schema, loc[:depth])
+        if parent is None or loc[depth] not in parent.model_fields:
+            raise UserError(f"{where}: {unknown_key(schema, loc[: depth + 1])}.")
+
+
+def unknown_key(schema: type[BaseModel], loc: tuple) -> str:
+    """Words for a key that is not in `schema`: where it belongs, or the nearest one and all that stand there."""
+    parent = _schema_at(schema, loc[:-1])
     fields = list(parent.model_fields) if parent else []
-    got = str(fault["loc"][-1])
+    place, got = ".".join(map(str, loc)), str(loc[-1])
     text = f"unknown key {place!r}"
     close = nearest(got, fields)
     elsewhere = [found for found in _paths(schema) if found.rsplit(".", 1)[-1] == got and found != place]
     if elsewhere:
         return text + f"; the key {got!r} belongs at {' or '.join(repr(path) for path in elsewhere)}"
-    return text + (f", did you mean {close!r}?" if close else "") + f" Known here: {', '.join(fields)}"
+    known = f" Known here: {', '.join(fields)}" if fields else " It has no keys inside"
+    return text + (f", did you mean {close!r}?" if close else ".") + known
 
 
 def _models_in(annotation: Any) -> list[type[BaseModel]]:

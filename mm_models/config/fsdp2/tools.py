@@ -1,0 +1,56 @@
+"""`tools`: the profiler and the memory snapshot. A section that is not enabled is checked and kept."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field, model_validator
+
+from mm_models.config.fsdp2.kinds import Count, Natural, Text, only
+from mm_models.config.strict import StrictModel
+
+Ranks = Annotated[list[Natural], Field(min_length=1)]
+
+
+class Window(StrictModel):
+    """Iterations `start_step` to `end_step`, both counted from 1; the last is not part of it."""
+
+    @model_validator(mode="after")
+    def _check(self):
+        if self.end_step <= self.start_step:
+            raise ValueError(f"end_step {self.end_step} must be greater than start_step {self.start_step}")
+        return self
+
+
+class StaticParam(Window):
+    level: Literal["level0", "level1", "level2", "level_none"] | None = None
+    """Depth of an NPU trace; nothing else has levels."""
+    with_stack: bool = False
+    with_memory: bool = False
+    record_shapes: bool = False
+    with_cpu: bool = True
+    save_path: Text = "./profiling"
+    start_step: Count = 10
+    end_step: Count = 11
+
+
+class Profile(StrictModel):
+    enable: bool = False
+    profile_type: Annotated[str, only("static", why="traces are taken at fixed steps alone")] = "static"
+    ranks: Ranks = Field(default=[0])
+    static_param: StaticParam = StaticParam()
+
+
+class MemoryProfile(Window):
+    enable: bool = False
+    start_step: Count = 1
+    end_step: Count = 2
+    save_path: Text = "./memory_snapshot"
+    dump_ranks: Ranks = Field(default=[0])
+    stacks: Literal["all", "python"] = "all"
+    max_entries: Count | None = None
+
+
+class Tools(StrictModel):
+    profile: Profile = Profile()
+    memory_profile: MemoryProfile = MemoryProfile()
