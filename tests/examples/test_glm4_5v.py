@@ -105,8 +105,9 @@ def wmap(model):
 
 
 def script_defaults() -> dict[str, int]:
-    """`NAME=${NAME:-value}` of the launch script."""
-    return {name: int(value) for name, value in re.findall(r"^(\w+)=\$\{\1:-(\d+)\}$", SCRIPT.read_text(), re.M)}
+    """`NAME=${NAME:-value}` of the launch script and of what it shares."""
+    text = (EXAMPLE / "launch.sh").read_text() + SCRIPT.read_text()
+    return {name: int(value) for name, value in re.findall(r"^(\w+)=\$\{\1:-(\d+)\}$", text, re.M)}
 
 
 def test_every_value_is_the_real_models(model):
@@ -197,6 +198,7 @@ def test_data_json_is_valid_and_names_what_is_registered():
 
 def test_scripts_are_executable_and_strict():
     for script in EXAMPLE.glob("*.sh"):
-        assert os.access(script, os.X_OK), script
-        assert "set -euo pipefail" in script.read_text(), script
+        shared = script.name == "launch.sh"
+        assert os.access(script, os.X_OK) is not shared, script
+        assert re.search(r'^(set -euo pipefail|source "\$HERE/launch.sh")$', script.read_text(), re.M), script
         subprocess.run(["bash", "-n", script], check=True)
