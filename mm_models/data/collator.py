@@ -21,13 +21,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mm_models.components.loss import IGNORE
 from mm_models.data.dataset import Sample
 from mm_models.data.images import load_rgb
 from mm_models.errors import UserError
 
 NEEDS = frozenset({"ids", "positions", "labels", "grid", "pixels"})
-IGNORED = -100
-"""The label of a token that is not trained, Hugging Face's and torch's convention."""
 
 Batch = dict[str, Any]
 Positions = Callable[..., Tensor]
@@ -87,7 +86,7 @@ class VisionLanguageCollator:
         return ids, mask
 
     def _labels(self, samples: Sequence[Sample]) -> Tensor:
-        labels = torch.full((len(samples), self._length(samples)), IGNORED)
+        labels = torch.full((len(samples), self._length(samples)), IGNORE)
         for row, sample in enumerate(samples):
             for start, end in sample.trained:
                 labels[row, start:end] = _tensor(sample)[start:end]

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from mm_models.data.collator import IGNORED, NEEDS, VisionLanguageCollator
+from mm_models.components.loss import IGNORE
+from mm_models.data.collator import NEEDS, VisionLanguageCollator
 from mm_models.data.dataset import ChatDataset
 from mm_models.data.positions import glm4v_moe
 from mm_models.errors import UserError
@@ -65,7 +66,7 @@ def test_a_batch_is_its_samples_padded(dataset, collate):
         for name in ("input_ids", "labels", "attention_mask"):
             assert torch.equal(batch[name][row, :length], single[name][0])
         assert torch.equal(batch["position_ids"][:, row, :length], single["position_ids"][:, 0])
-        assert (batch["labels"][row, length:] == IGNORED).all()
+        assert (batch["labels"][row, length:] == IGNORE).all()
         assert (batch["attention_mask"][row, length:] == 0).all()
         assert (batch["position_ids"][:, row, length:] == 0).all()
     assert torch.equal(batch["pixel_values"], torch.cat([alone[1]["pixel_values"], alone[2]["pixel_values"]]))
@@ -74,7 +75,7 @@ def test_a_batch_is_its_samples_padded(dataset, collate):
 
 def test_labels_are_not_shifted_and_hold_only_trained_ids(dataset, collate):
     batch = collate()(list(dataset))
-    trained = batch["labels"] != IGNORED
+    trained = batch["labels"] != IGNORE
     assert torch.equal(batch["labels"][trained], batch["input_ids"][trained])
     assert trained.sum(1).tolist() == [sample.labelled for sample in dataset]
 
