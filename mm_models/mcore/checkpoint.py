@@ -9,7 +9,7 @@ or stage split is refused with both layouts and the `mm-convert resplit` command
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -21,6 +21,7 @@ from mm_models.mcore.arguments import option
 from mm_models.mcore.session import Session, seed
 from mm_models.mcore.validation import RunPlan
 from mm_models.train import log, rng
+from mm_models.train.progress import Progress
 from mm_models.weights import hffolder, live, mmfolder
 from mm_models.weights.manifest import Checkpoint, open_checkpoint, verify
 
@@ -32,26 +33,6 @@ FREE_ARGS = {
     "use_checkpoint_opt_param_scheduler", "override_opt_param_scheduler",
 }  # fmt: skip
 """Flags that may differ at resume without a word: they change no number."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Progress:
-    """How far a run has come. `rng` are the saved random states by data-parallel rank, None where there are none to restore."""
-
-    iteration: int = 0
-    consumed_samples: int = 0
-    skipped: int = 0
-    rng: tuple[Mapping, ...] | None = None
-
-    def after(self, *, samples: int, skipped: bool) -> Progress:
-        """One iteration further."""
-        return replace(
-            self,
-            iteration=self.iteration + 1,
-            consumed_samples=self.consumed_samples + samples,
-            skipped=self.skipped + skipped,
-            rng=None,
-        )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -21,12 +21,11 @@ import torch
 import torch.distributed as dist
 from torch.utils.serialization import config as serialization
 
-from mm_models.errors import UserError
 from mm_models.mcore import optimizer as optim
 from mm_models.mcore import start
-from mm_models.mcore.checkpoint import Progress
 from mm_models.mcore.session import Session
-from mm_models.train import log, rng
+from mm_models.train import agree, log, rng
+from mm_models.train.progress import Progress
 from mm_models.weights import mmfolder, ptfile
 from mm_models.weights.dtypes import dtype_name
 from mm_models.weights.manifest import Entry, Manifest, Moment, write_manifest
@@ -47,7 +46,7 @@ class Written:
 def save(trainer, state: Progress) -> Path:
     """Write iteration `state.iteration` into `--save`; its folder. Collective over the world."""
     session, args = trainer.session, trainer.session.plan.args
-    tmp = Path(_from_rank_zero(session, lambda: str(mmfolder.begin(args.save, state.iteration)), "begin"))
+    tmp = Path(agree.from_rank_zero(lambda: str(mmfolder.begin(args.save, state.iteration)), doing="saving (begin)"))
     states = _gather_rng()
     try:
         written = write(trainer, state, tmp, states)
@@ -55,18 +54,13 @@ def save(trainer, state: Progress) -> Path:
         written = Written(fault=f"rank {session.rank}: {error}")
     found: list[Written] | None = [None] * session.layout.world if session.rank == 0 else None
     dist.gather_object(written, found)
-    final = Path(_from_rank_zero(session, lambda: str(_publish(session, state, tmp, found)), "publish"))
+    final = Path(agree.from_rank_zero(lambda: str(_publish(session, state, tmp, found)), doing="saving (publish)"))
     log.say(session.rank, f"saved iteration {state.iteration} to {final}")
     return final
 
 
 def _publish(session: Session, state: Progress, tmp: Path, found: list[Written]) -> Path:
-    faults = [written.fault for written in found if written.fault]
-    if faults:
-        mmfolder.abandon(tmp)
-        raise UserError(
-            f"{tmp}: iteration {state.iteration} could not be written, the one before stays: {'; '.join(faults)}."
-        )
+    agree.refuse_unwritten(tmp, state.iteration, [written.fault for written in found if written.fault])
     plan = session.plan
     manifest = Manifest(
         iteration=state.iteration,
@@ -79,21 +73,6 @@ def _publish(session: Session, state: Progress, tmp: Path, found: list[Written])
     )
     write_manifest(tmp, manifest)
     return mmfolder.publish(tmp)
-
-
-def _from_rank_zero(session: Session, call, what: str) -> str:
-    """The result of `call` on rank 0, on every rank; an error there is raised everywhere."""
-    answer: list[Any] = [None]
-    if session.rank == 0:
-        try:
-            answer = [(True, call())]
-        except (UserError, OSError) as error:
-            answer = [(False, str(error))]
-    dist.broadcast_object_list(answer, src=0)
-    ok, value = answer[0]
-    if not ok:
-        raise UserError(f"saving ({what}): {value}")
-    return value
 
 
 def _gather_rng() -> list[Mapping]:

@@ -15,8 +15,8 @@ import torch
 from mm_models.mcore import grads
 from mm_models.mcore.optimizer import Shard
 from mm_models.mcore.session import Session
+from mm_models.train import agree
 from mm_models.train.batches import StepBatches, warn_empty
-from mm_models.train.entry import NonFinite
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,14 +90,4 @@ def _stop(session: Session, pieces: Sequence[Shard], loss: float, norm: float) -
     """Raise on every rank with the step, the loss or norm, and the ranks and parameters it came from."""
     session.position.at("naming a non-finite value")
     bad = [piece.name for piece in pieces if piece.main.grad is not None and not torch.isfinite(piece.main.grad).all()]
-    found: list = [None] * torch.distributed.get_world_size()
-    torch.distributed.all_gather_object(found, bad)
-    where = "; ".join(
-        f"rank {rank}: {', '.join(names[:3])}{' ...' if len(names) > 3 else ''}"
-        for rank, names in enumerate(found)
-        if names
-    )
-    raise NonFinite(
-        f"step {session.position.step}: loss {loss}, gradient norm {norm}: not finite, stopped before the weights were touched. "
-        f"Non-finite gradients on {where or 'no rank'}. Resume from the last checkpoint with a lower --lr or other data."
-    )
+    agree.stop_non_finite(session.position.step, loss=loss, norm=norm, names=bad, rate="--lr")

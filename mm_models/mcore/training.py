@@ -24,6 +24,7 @@ from mm_models.mcore.step import StepResult, prepare_chunks, train_step
 from mm_models.registry import load_plugins
 from mm_models.train import batches, log, watch
 from mm_models.train.entry import StoppedBySignal
+from mm_models.train.progress import Progress
 from mm_models.train.session import launcher_rank, world_size
 from mm_models.train.signals import Signals
 
@@ -65,9 +66,7 @@ def pretrain(datasets_provider: Callable, model_provider: Callable, forward_step
     torch.distributed.barrier()
 
 
-def set_up(
-    session: Session, model_provider: Callable, source: checkpoint.Source | None
-) -> tuple[Trainer, checkpoint.Progress]:
+def set_up(session: Session, model_provider: Callable, source: checkpoint.Source | None) -> tuple[Trainer, Progress]:
     """This rank's filled model, its optimizer and schedule, and how far the run has come."""
     plan = session.plan
     session.position.at("building the model")
@@ -90,7 +89,7 @@ def set_up(
 
 
 def run(
-    trainer: Trainer, state: checkpoint.Progress, datasets_provider: Callable, forward_step: Callable, signals: Signals
+    trainer: Trainer, state: Progress, datasets_provider: Callable, forward_step: Callable, signals: Signals
 ) -> None:
     """Step until `--train-iters`, `--exit-interval` or a signal; the last step is always saved, once."""
     session, args = trainer.session, trainer.session.plan.args
@@ -130,14 +129,15 @@ def run(
         )
     log.say(
         session.rank,
-        f"training ended at iteration {state.iteration} of {args.train_iters}, {state.consumed_samples} samples consumed, "
-        f"{journal.tokens_per_second:,.0f} tokens/s",
+        journal.closing_line(
+            iteration=state.iteration, train_iters=args.train_iters, consumed_samples=state.consumed_samples
+        ),
     )
 
 
 def one_iteration(
-    trainer: Trainer, state: checkpoint.Progress, loader, forward_step: Callable, journal: log.Journal, *, careful: bool
-) -> checkpoint.Progress:
+    trainer: Trainer, state: Progress, loader, forward_step: Callable, journal: log.Journal, *, careful: bool
+) -> Progress:
     """Read, step, report. Returns how far the run has come then."""
     session, plan = trainer.session, trainer.session.plan
     began, rate = time.perf_counter(), schedule_lr.learning_rate(trainer.optimizer)
@@ -195,7 +195,7 @@ def _report(
     )
 
 
-def open_loader(trainer: Trainer, state: checkpoint.Progress, datasets_provider: Callable):
+def open_loader(trainer: Trainer, state: Progress, datasets_provider: Callable):
     """An endless iterator of this rank's micro-batches from the resumed position on."""
     session = trainer.session
     session.position.at("opening the data")
@@ -206,7 +206,7 @@ def open_loader(trainer: Trainer, state: checkpoint.Progress, datasets_provider:
     return iter(loader)
 
 
-def save(trainer: Trainer, state: checkpoint.Progress) -> None:
+def save(trainer: Trainer, state: Progress) -> None:
     """Save, after a look at the replicas where that was asked for."""
     session, plan = trainer.session, trainer.session.plan
     if plan.args.check_replicas:

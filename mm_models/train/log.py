@@ -18,7 +18,8 @@ from pathlib import Path
 
 @dataclass(frozen=True, kw_only=True)
 class Iteration:
-    """One finished iteration. `seconds` is the mean time of an iteration since the last line; `loss` None when skipped."""
+    """One finished iteration. `seconds` is the mean time of an iteration since the last line; `loss` None when skipped.
+    `flops` are those of the whole global batch, forward and backward, None where they are not counted."""
 
     iteration: int
     train_iters: int
@@ -33,6 +34,12 @@ class Iteration:
     labelled_tokens: int
     skipped: int = 0
     nans: int = 0
+    flops: float | None = None
+
+    @property
+    def tflops_per_second(self) -> float | None:
+        """10^12 floating-point operations per second, of all processes together."""
+        return self.flops / self.seconds / 1e12 if self.flops and self.seconds else None
 
     @property
     def tokens_per_second(self) -> float:
@@ -64,7 +71,7 @@ class Journal:
     ):
         self.speaks, self._interval, self._done = speaks, interval, start
         self._seconds, self._count, self._skipped = 0.0, 0, 0
-        self._all_tokens, self._all_seconds = 0, 0.0
+        self._all_tokens, self._all_flops, self._all_seconds = 0, 0.0, 0.0
         self._metrics = open_metrics(metrics, start) if speaks and metrics else None
         self._board = _board(tensorboard) if speaks and tensorboard else None
         self._progress = _progress(train_iters, start) if speaks and sys.stdout.isatty() else None
@@ -72,10 +79,12 @@ class Journal:
     def add(self, it: Iteration) -> None:
         """Report an iteration; its line comes every `--log-interval` iterations and averages the time in between."""
         self._all_tokens, self._all_seconds = self._all_tokens + it.tokens, self._all_seconds + it.seconds
+        self._all_flops += it.flops or 0.0
         if not self.speaks:
             return
         if self._metrics:
-            record = asdict(it) | {"tokens_per_second": it.tokens_per_second}
+            speeds = {"tokens_per_second": it.tokens_per_second, "tflops_per_second": it.tflops_per_second}
+            record = asdict(it) | speeds
             self._metrics.write(json.dumps(record) + "\n")
             self._metrics.flush()
         if self._board:
@@ -98,6 +107,12 @@ class Journal:
         """The mean since the start, on every rank."""
         return self._all_tokens / self._all_seconds if self._all_seconds else 0.0
 
+    def closing_line(self, *, iteration: int, train_iters: int, consumed_samples: int) -> str:
+        """What a run ends with: how far it came and the mean speed since its start. The same on every rank."""
+        text = f"training ended at iteration {iteration} of {train_iters}, {consumed_samples} samples consumed, "
+        text += f"{self.tokens_per_second:,.0f} tokens/s"
+        return text + (f", {self._all_flops / self._all_seconds / 1e12:.3g} TFLOP/s" if self._all_flops else "")
+
     def _print(self, line: str) -> None:
         if self._progress:
             self._progress[0].console.print(line, highlight=False, markup=False, soft_wrap=True)
@@ -109,6 +124,7 @@ class Journal:
             "learning-rate": it.learning_rate,
             "iteration-time": it.seconds,
             "tokens-per-second": it.tokens_per_second,
+            "tflops-per-second": it.tflops_per_second,
         }
         values |= {
             "lm loss": it.loss,

@@ -1,0 +1,27 @@
+"""How far a run has come: what a checkpoint keeps beside weights and optimizer."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+
+@dataclass(frozen=True, kw_only=True)
+class Progress:
+    """Iterations done, samples consumed by all ranks, steps skipped. `rng` are the saved random states by data-parallel rank,
+    None where there are none to restore."""
+
+    iteration: int = 0
+    consumed_samples: int = 0
+    skipped: int = 0
+    rng: tuple[Mapping, ...] | None = None
+
+    def after(self, *, samples: int, skipped: bool) -> Progress:
+        """One iteration further."""
+        return replace(
+            self,
+            iteration=self.iteration + 1,
+            consumed_samples=self.consumed_samples + samples,
+            skipped=self.skipped + skipped,
+            rng=None,
+        )
