@@ -13,6 +13,9 @@ import torch.nn.functional as F
 IGNORE = -100
 """A label that is not trained on."""
 
+BLOCK = 16384
+"""Rows of the head's weight whose gradient is summed at a time."""
+
 
 def shift_labels(labels: torch.Tensor) -> torch.Tensor:
     """(B, S) labels aligned with their own tokens -> aligned with the token that predicts them; the last column is ignored."""
@@ -34,7 +37,7 @@ def summed_cross_entropy(logits: torch.Tensor, shifted: torch.Tensor) -> torch.T
 
 
 def dynamic_chunk(batch: int, total: int) -> int:
-    """Tokens per chunk of a micro-batch of `batch` sequences: batch x the largest power of two with batch x power <= total, at least batch."""
+    """Tokens per chunk of a micro-batch of `batch` sequences: batch x p, p the largest power of two with batch x p <= total (or 1)."""
     return batch * (1 << (max(1, total // batch).bit_length() - 1))
 
 
@@ -51,6 +54,28 @@ def chunked_cross_entropy(
     return _Chunked.apply(hidden, weight, shifted, chunk, grads or (False, False))
 
 
+def peak_bytes(*, tokens: int, vocabulary: int, hidden: int, dtype: torch.dtype, chunk: int | None) -> int:
+    """Most bytes that loss and backward of a trained head hold at one time beyond their inputs, whole (None) or in chunks.
+
+    Whole: logits, their fp32 log-softmax and two gradients of it. Chunks: the same for `chunk` tokens, once, and both inputs'
+    gradients, the weight's in fp32 while there is more than one chunk. So several chunks pay when tokens exceed about half of hidden.
+    """
+    size = torch.tensor([], dtype=dtype).element_size()
+    rows = tokens if chunk is None else min(chunk, tokens)
+    # The product for log_softmax, its fp32 copy when it is not fp32 itself, the result.
+    forward = rows * vocabulary * (size + 4 + (4 if size < 4 else 0))
+    grad, weight, inputs = rows * vocabulary * size, vocabulary * hidden * size, tokens * hidden * size
+    if chunk is None:
+        return max(forward, 12 * rows * vocabulary, grad + weight + inputs)
+    if rows == tokens:
+        return inputs + max(forward, grad + weight)
+    total = 4 * vocabulary * hidden
+    if size == 4:
+        return inputs + total + forward
+    block = min(BLOCK, vocabulary) * hidden * (size + 4)
+    return inputs + total + max(forward, grad + block, weight)
+
+
 class _Chunked(torch.autograd.Function):
     @staticmethod
     def forward(ctx, hidden, weight, shifted, chunk, wanted):
@@ -59,7 +84,10 @@ class _Chunked(torch.autograd.Function):
         on_host = labels.device.type == "cpu"
         # Attributes, not save_for_backward: these are results, which neither recompute nor offload may touch.
         ctx.grad_rows = torch.zeros_like(rows) if wanted[0] else None
-        ctx.shape, total = hidden.shape, None
+        ctx.grad_weight, ctx.shape = None, hidden.shape
+        total = None
+        if wanted[1] and len(rows) > chunk:
+            total = torch.zeros(weight.shape, dtype=torch.float32, device=weight.device)
         for start in range(0, len(rows), chunk):
             part, targets = rows[start : start + chunk], labels[start : start + chunk]
             if on_host and not (targets != IGNORE).any():
@@ -69,8 +97,11 @@ class _Chunked(torch.autograd.Function):
             if wanted[0]:
                 torch.mm(grad, weight, out=ctx.grad_rows[start : start + chunk])
             if wanted[1]:
-                total = _add_product(total, grad, part)
-        ctx.grad_weight = None
+                if total is None:
+                    total = grad.t() @ part  # the only chunk: nothing to sum
+                else:
+                    _add_product(total, grad, part)
+            del grad  # or two chunks' would exist at a time
         if wanted[1]:
             ctx.grad_weight = torch.zeros_like(weight) if total is None else total.to(weight.dtype)
         return loss
@@ -100,10 +131,10 @@ def _one_chunk(rows, weight, labels, with_grad: bool) -> tuple[torch.Tensor, tor
     return loss, grad.to(rows.dtype)
 
 
-def _add_product(total, grad: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
-    """`total` (V, H) + grad.T @ rows: fp32 from the second chunk on; a single chunk needs no sum and keeps the rows' dtype."""
-    if total is None:
-        return grad.t() @ rows
+def _add_product(total: torch.Tensor, grad: torch.Tensor, rows: torch.Tensor) -> None:
+    """`total` (V, H) fp32 += grad.T @ rows. In lower precision by blocks of the vocabulary, or a second (V, H) would exist."""
     if grad.dtype == torch.float32:
-        return total.addmm_(grad.t(), rows)
-    return total.float().add_(grad.t() @ rows)
+        total.addmm_(grad.t(), rows)
+        return
+    for start in range(0, len(total), BLOCK):
+        total[start : start + BLOCK] += grad[:, start : start + BLOCK].t() @ rows

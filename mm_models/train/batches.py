@@ -6,6 +6,8 @@ micro-batch carries the divisors that make its summed cross entropy its final sh
 
     per_token_loss   sum of CE / labelled tokens of the step
     default          sum of CE / labelled tokens of the micro-batch / non-empty micro-batches of the step
+    raw              the loss of Hugging Face's model for each micro-batch, its mean over labelled tokens, averaged over the non-empty
+                     micro-batches: for models that leave the loss to cross entropy, default's own divisors
 
 Gradients are only ever summed afterwards. A micro-batch without labels contributes zero and is not counted.
 """
@@ -21,6 +23,9 @@ import torch
 from torch import Tensor
 
 from mm_models.components.loss import count_labels
+from mm_models.errors import unknown_name
+
+LOSS_TYPES = ("default", "per_token_loss", "raw")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,6 +83,8 @@ def gather_step(
         total.zero_()
     torch.distributed.all_reduce(total)
     tokens, parts, all_tokens = total.tolist()
+    if loss_type not in LOSS_TYPES:
+        raise unknown_name("loss type", loss_type, LOSS_TYPES)
     per_token = loss_type == "per_token_loss"
     micro = tuple(
         MicroBatch(
