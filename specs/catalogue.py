@@ -5,5 +5,6 @@ CATALOGUE = {
     "vision_projectors": {"GlmMLP": "specs.glm4v_moe.megatron:glm_mlp"},
     "text_decoders": {"glm4v_moe_lm": "specs.glm4v_moe.megatron:glm4v_moe_lm"},
     "vit_layer_specs": {"glm4v_vit": "specs.glm4v_moe.megatron:glm4v_vit_layers"},
+    "models": {"glm4v_moe": "specs.glm4v_moe.fsdp2:ASSEMBLY"},
     "llm_layer_specs": {"glm4v_moe_lm": "specs.glm4v_moe.megatron:glm4v_moe_lm_layers"},
 }

@@ -28,6 +28,24 @@ def _all_to_all(rows: torch.Tensor, send: list[int], receive: list[int], group) 
     return out
 
 
+def exchange_rows(rows: torch.Tensor, send: list[int], receive: list[int], group: dist.ProcessGroup) -> torch.Tensor:
+    """`send[r]` rows to each rank r, in order -> the rows of all ranks, `receive[r]` from each. With gradients."""
+    return _AllToAll.apply(rows, send, receive, group)
+
+
+def gather_tokens(
+    hidden: torch.Tensor, indices: torch.Tensor, group: dist.ProcessGroup
+) -> tuple[torch.Tensor, torch.Tensor, list[int]]:
+    """Every rank's tokens (T, H) and chosen experts (T, k) in rank order, and how many tokens each rank has."""
+    ranks = group.size()
+    lengths = indices.new_empty(ranks)
+    dist.all_gather_into_tensor(lengths, indices.new_tensor([len(hidden)]), group=group)
+    lengths = lengths.tolist()
+    send = [len(hidden)] * ranks
+    tokens = exchange_rows(hidden.repeat(ranks, 1), send, lengths, group)
+    return tokens, _all_to_all(indices.repeat(ranks, 1), send, lengths, group), lengths
+
+
 @dataclass(frozen=True, kw_only=True)
 class Exchange:
     """Who sends how many rows to whom in one dispatch, and the way back.

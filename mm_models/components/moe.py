@@ -13,9 +13,17 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
+from torch.distributed.tensor import DTensor
 
-from mm_models.components.exchange import Exchange, gather_rows, reduce_rows
+from mm_models.components.exchange import Exchange, exchange_rows, gather_rows, gather_tokens, reduce_rows
+from mm_models.errors import unknown_name
 from mm_models.ops.reference import grouped_matmul, swiglu
+
+LAYOUTS = ("stacked_hf", "stacked")
+"""How stacked experts lie in memory: (E, out, in), Hugging Face's own, or (E, in, out)."""
+
+DISPATCHERS = ("alltoall", "allgather")
+"""How tokens reach the ranks that hold their experts."""
 
 
 class Router(nn.Module):
@@ -38,7 +46,7 @@ class Router(nn.Module):
         super().__init__()
         self.weight = nn.Parameter(torch.empty(experts, hidden, dtype=torch.float32))
         self.register_buffer("e_score_correction_bias", torch.zeros(experts, dtype=torch.float32))
-        self.top_k, self.groups, self.top_groups = top_k, groups, top_groups
+        self.num_experts, self.top_k, self.groups, self.top_groups = experts, top_k, groups, top_groups
         self.normalise, self.scale = normalise, scale
 
     def forward(self, x: torch.Tensor, chosen: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
@@ -61,9 +69,11 @@ class Router(nn.Module):
 
 
 class Experts(nn.Module):
-    """Stacked experts of one rank: `gate_up_proj` (E, 2I, H) as [gate; up], `down_proj` (E, H, I), Hugging Face's own layout.
+    """Stacked experts: `gate_up_proj` (E, 2I, H) as [gate; up], `down_proj` (E, H, I), Hugging Face's own layout; or with
+    layout `stacked` transposed, (E, H, 2I) and (E, I, H).
 
-    `matmul` is a grouped matrix product, or the loop of products it is tested against (`ops.reference`).
+    `matmul` is a grouped matrix product, or the loop of products it is tested against (`ops.reference`). A parameter may be a
+    DTensor split over the ranks of an expert-parallel group; this rank's experts are used.
     """
 
     def __init__(
@@ -72,19 +82,31 @@ class Experts(nn.Module):
         experts: int,
         hidden: int,
         intermediate: int,
+        layout: str = "stacked_hf",
         matmul: Callable = grouped_matmul,
         activation: Callable = swiglu,
         dtype: torch.dtype | None = None,
     ):
         super().__init__()
-        self.gate_up_proj = nn.Parameter(torch.empty(experts, 2 * intermediate, hidden, dtype=dtype))
-        self.down_proj = nn.Parameter(torch.empty(experts, hidden, intermediate, dtype=dtype))
-        self.matmul, self.activation = matmul, activation
+        if layout not in LAYOUTS:
+            raise unknown_name("expert layout", layout, LAYOUTS)
+        self.layout, self.matmul, self.activation = layout, matmul, activation
+        up, down = (2 * intermediate, hidden), (hidden, intermediate)
+        if layout == "stacked":
+            up, down = up[::-1], down[::-1]
+        self.gate_up_proj = nn.Parameter(torch.empty(experts, *up, dtype=dtype))
+        self.down_proj = nn.Parameter(torch.empty(experts, *down, dtype=dtype))
 
     def forward(self, rows: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
-        """(M, H) sorted by expert with `counts` (E,) rows each -> (M, H)."""
+        """(M, H) sorted by expert with `counts` (experts of this rank,) rows each -> (M, H)."""
         offsets = counts.cumsum(0).to(torch.int32)
-        return self.matmul(self.activation(self.matmul(rows, self.gate_up_proj, offsets)), self.down_proj, offsets)
+        gate_up, down = self._matrices(self.gate_up_proj), self._matrices(self.down_proj)
+        return self.matmul(self.activation(self.matmul(rows, gate_up, offsets)), down, offsets)
+
+    def _matrices(self, parameter: torch.Tensor) -> torch.Tensor:
+        """This rank's matrices as (experts, out, in)."""
+        local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+        return local if self.layout == "stacked_hf" else local.transpose(-2, -1)
 
 
 def routed_experts(
@@ -96,21 +118,74 @@ def routed_experts(
     etp_group: dist.ProcessGroup | None = None,
     chosen: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(T, H) -> the weighted sum of each token's experts (T, H), and the chosen indices (T, k).
+    """(T, H) -> the weighted sum of each token's experts (T, H), and the chosen indices (T, k)."""
+    weights, indices = router(x, chosen)
+    out = through_experts(
+        hidden=x,
+        indices=indices,
+        weights=weights,
+        experts=experts,
+        num_experts=router.num_experts,
+        ep_group=ep_group,
+        etp_group=etp_group,
+    )
+    return out, indices
+
+
+def through_experts(
+    *,
+    hidden: torch.Tensor,
+    indices: torch.Tensor,
+    weights: torch.Tensor,
+    experts: Experts,
+    num_experts: int,
+    ep_group: dist.ProcessGroup | None = None,
+    etp_group: dist.ProcessGroup | None = None,
+    dispatch: str = "alltoall",
+) -> torch.Tensor:
+    """(T, H), chosen experts (T, k) and their weights (T, k) fp32 -> the weighted sum (T, H).
 
     Global expert e lives on rank `e // local experts` of `ep_group`; the ranks of `etp_group` each hold a slice of every local
     expert's inner width and different tokens. None, or a group of one, means no such split. A rank may get no token at all.
+    `dispatch`: "alltoall" sends each rank the rows of its experts, "allgather" all tokens to all ranks; equal bit by bit.
+    `allgather` knows no `etp_group`.
     """
-    weights, indices = router(x, chosen)
-    top_k, num_experts = indices.shape[1], router.weight.shape[0]
-    flat = indices.reshape(-1)
-    order = torch.argsort(flat, stable=True)
-    counts = torch.bincount(flat, minlength=num_experts)
-    rows = x.index_select(0, order.div(top_k, rounding_mode="floor"))
-    rows = _through_experts(rows, counts, experts, ep_group, etp_group)
-    back = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
-    rows = rows.index_select(0, back).view(len(x), top_k, x.shape[1])
-    return (rows * weights.unsqueeze(-1)).sum(dim=1).to(x.dtype), indices
+    if dispatch not in DISPATCHERS:
+        raise unknown_name("dispatcher", dispatch, DISPATCHERS)
+    top_k = indices.shape[1]
+    if dispatch == "allgather" and _size(ep_group) > 1:
+        assert _size(etp_group) == 1, "the allgather dispatcher does not split experts"
+        rows = _all_tokens(hidden, indices, experts, num_experts, ep_group)
+    else:
+        flat = indices.reshape(-1)
+        order = torch.argsort(flat, stable=True)
+        counts = torch.bincount(flat, minlength=num_experts)
+        rows = hidden.index_select(0, order.div(top_k, rounding_mode="floor"))
+        rows = _through_experts(rows, counts, experts, ep_group, etp_group).index_select(0, _inverse(order))
+    rows = rows.view(len(hidden), top_k, hidden.shape[1])
+    return (rows * weights.unsqueeze(-1)).sum(dim=1).to(hidden.dtype)
+
+
+def _all_tokens(hidden, indices, experts: Experts, num_experts: int, group: dist.ProcessGroup) -> torch.Tensor:
+    """(T, H) -> (T * k, H) in the order of `indices`: every rank sees every token and computes the rows of its own experts.
+
+    Only finished rows travel back, each to its token's rank, so that the sum over a token's experts keeps its order.
+    """
+    top_k, per_rank, here = indices.shape[1], num_experts // group.size(), dist.get_rank(group)
+    tokens, all_indices, lengths = gather_tokens(hidden, indices, group)
+    flat = all_indices.reshape(-1)
+    mine = (flat.div(per_rank, rounding_mode="floor") == here).nonzero().squeeze(1)
+    local = flat.index_select(0, mine) - here * per_rank
+    order = torch.argsort(local, stable=True)
+    rows = tokens.index_select(0, mine.div(top_k, rounding_mode="floor").index_select(0, order))
+    out = experts(rows, torch.bincount(local, minlength=per_rank)).index_select(0, _inverse(order))
+    source = torch.arange(len(lengths), device=flat.device).repeat_interleave(
+        torch.tensor(lengths, device=flat.device) * top_k
+    )
+    to = torch.bincount(source.index_select(0, mine), minlength=len(lengths)).tolist()
+    own = indices.reshape(-1).div(per_rank, rounding_mode="floor")
+    back = exchange_rows(out, to, torch.bincount(own, minlength=len(lengths)).tolist(), group)
+    return back.index_select(0, _inverse(torch.argsort(own, stable=True)))
 
 
 def _through_experts(rows, counts, experts: Experts, ep_group, etp_group) -> torch.Tensor:
@@ -139,8 +214,12 @@ def _sort_blocks(rows: torch.Tensor, block_counts: torch.Tensor) -> tuple[torch.
     sources, num = block_counts.shape
     expert = torch.arange(num, device=rows.device).repeat(sources).repeat_interleave(block_counts.reshape(-1))
     order = torch.argsort(expert, stable=True)
-    undo = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
-    return rows.index_select(0, order), undo
+    return rows.index_select(0, order), _inverse(order)
+
+
+def _inverse(order: torch.Tensor) -> torch.Tensor:
+    """The permutation that undoes `order`."""
+    return torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
 
 
 def _size(group: dist.ProcessGroup | None) -> int:

@@ -4,6 +4,7 @@ CATALOGUE = {
     "ops": {
         "rms_norm/torch": "mm_models.ops.reference:rms_norm",
         "swiglu/torch": "mm_models.ops.reference:swiglu",
+        "silu_mul/torch": "mm_models.ops.reference:silu_mul",
         "rotary/torch": "mm_models.ops.reference:apply_rotary",
         "rotary_fp32/torch": "mm_models.ops.reference:apply_rotary_fp32",
         "causal_attention/torch": "mm_models.ops.reference:causal_attention",

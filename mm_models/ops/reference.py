@@ -13,10 +13,14 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     return weight * wide.to(x.dtype)
 
 
+def silu_mul(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+    """(..., I) x 2 -> (..., I): `silu(gate) * up`."""
+    return F.silu(gate) * up
+
+
 def swiglu(gate_up: torch.Tensor) -> torch.Tensor:
     """(..., 2I) as [gate; up] -> (..., I): `silu(gate) * up`."""
-    gate, up = gate_up.chunk(2, dim=-1)
-    return F.silu(gate) * up
+    return silu_mul(*gate_up.chunk(2, dim=-1))
 
 
 def grouped_matmul(x: torch.Tensor, weight: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:

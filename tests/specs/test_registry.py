@@ -20,6 +20,7 @@ GOLDEN = {
     "config_maps": ["GlmMLP", "glm4v_moe_lm", "glm4v_vit"],
     "converters": ["Glm4vMoeConverter"],
     "positions": ["glm4v_moe_lm"],
+    "models": ["glm4v_moe"],
     "datasets": ["huggingface"],
     "templates": ["glm4v_moe"],
     "collators": ["glm4v_moe", "qwen3vl"],
@@ -30,6 +31,7 @@ GOLDEN = {
         "rotary/torch",
         "rotary_fp32/torch",
         "segment_attention/torch",
+        "silu_mul/torch",
         "swiglu/torch",
     ],
 }
