@@ -54,6 +54,8 @@ class Training(StrictModel):
     """The only way to start without weights."""
     no_load_optim: bool = False
     no_load_rng: bool = False
+    resume_schedule: Literal["config", "checkpoint"] | None = None
+    """Whose learning-rate schedule a resumed run follows where they differ; null refuses a difference."""
     load_rank0_and_broadcast: bool = False
 
     save: Text | None = None

@@ -1,0 +1,218 @@
+"""The file, the model and the number of processes judged together, before any process group exists.
+
+`plan` turns a `RunConfig` into a `RunPlan`: the model, the sizes of the meshes, the plans as lists of names, where weights come
+from, and the lines that say so. Every refusal names the key, the numbers and what would work. The model is built on the meta
+device only.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from mm_models.config.family import Family
+from mm_models.config.fsdp2 import RunConfig, resolved
+from mm_models.config.fsdp2.platform import check_platform
+from mm_models.config.fsdp2.plugins import load as load_plugins
+from mm_models.config.model import ModelConfig
+from mm_models.data.rows import find_file
+from mm_models.errors import UserError
+from mm_models.fsdp2 import sources
+from mm_models.fsdp2.mesh import Sizes
+from mm_models.fsdp2.outline import Outline, outline
+from mm_models.fsdp2.plans import Plans, resolve_plans
+from mm_models.fsdp2.sources import Source
+from mm_models.ops import choose
+from mm_models.registry import table
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunPlan:
+    """Everything about a run that is known before it starts.
+
+    `hf_config` is the content of config.json. `num_microbatches` counts per rank and step. `expert_layout` is how the model holds
+    experts. `lines` is what rank 0 prints: the resolved configuration and what it became.
+    """
+
+    config: RunConfig
+    platform: str
+    model: ModelConfig
+    family: Family
+    hf_config: Mapping[str, Any]
+    sizes: Sizes
+    global_batch_size: int
+    num_microbatches: int
+    plans: Plans
+    source: Source
+    expert_layout: str
+    lines: tuple[str, ...]
+
+    @property
+    def dp(self) -> int:
+        """Ranks that see different samples: all of them."""
+        return self.sizes.world
+
+    @property
+    def loss_type(self) -> str:
+        return self.config.features.loss_cfg.loss_type
+
+
+def plan(config: RunConfig, world: int, platform: str) -> RunPlan:
+    """The plan of `config` on `world` processes of `platform` (cpu, cuda, npu). A `UserError` for whatever cannot run."""
+    plugins = load_plugins(config.training.plugin)
+    _check_ids(config)
+    choices = check_platform(config, platform)
+    family, model, hf_config = sources.read_model(config)
+    source = sources.find_source(config)
+    sources.check_paths(config, family, model, source)
+    sizes = _sizes(config, world)
+    _check_experts(config, model, sizes)
+    layout = source.expert_layout or config.model.expert_layout or "stacked_hf"
+    shape = outline(config.model.model_id, hf_config, platform=platform, expert_layout=layout)
+    _check_loss(config, shape)
+    plans = resolve_plans(config, shape)
+    _check_cut(shape, plans, sizes, config.parallel.expert_parallel_size)
+    data = find_file(
+        config.data.dataset_param.basic_parameters.dataset, config.data.dataset_param.basic_parameters.dataset_dir
+    )
+    training = config.training
+    batch = training.micro_batch_size * training.gradient_accumulation_steps * world
+    lines = [
+        *_configuration(config),
+        *plugins,
+        *_environment(),
+        f"model: {config.model.model_id} of {config.model.model_name_or_path}; experts {layout}",
+        f"weights: {source.describe()}",
+        f"data: {data}",
+        *_layout_lines(config, sizes),
+        f"batches: global {batch} = micro {training.micro_batch_size} · accumulation {training.gradient_accumulation_steps} · "
+        f"{world} ranks; loss {config.features.loss_cfg.loss_type}",
+        *plans.lines(),
+        *choices,
+        choose(platform).describe(),
+        "checkpoints: "
+        + (f"{training.save}, {_interval(training.save_interval)}" if training.save else "none, training.save is null"),
+    ]
+    return RunPlan(
+        config=config,
+        platform=platform,
+        model=model,
+        family=family,
+        hf_config=hf_config,
+        sizes=sizes,
+        global_batch_size=batch,
+        num_microbatches=training.gradient_accumulation_steps,
+        plans=plans,
+        source=source,
+        expert_layout=layout,
+        lines=tuple(lines),
+    )
+
+
+def _check_ids(config: RunConfig) -> None:
+    """Ids that are only used later: unknown ones are refused now, with the nearest."""
+    data = config.data
+    for name, id in (
+        ("models", config.model.model_id),
+        ("datasets", data.dataset_param.dataset_type),
+        ("templates", data.dataset_param.basic_parameters.template),
+        ("collators", data.dataloader_param.collate_param.collator),
+    ):
+        table(name).target(id)
+
+
+def _sizes(config: RunConfig, world: int) -> Sizes:
+    parallel = config.parallel
+    given = parallel.data_parallel_size
+    if given not in (None, world):
+        raise UserError(
+            f"parallel.data_parallel_size: got {given}, but every process sees its own samples: {world} processes make it {world}. "
+            "Correct it or drop it."
+        )
+    shard = None if parallel.fully_shard_parallel_size == "auto" else parallel.fully_shard_parallel_size
+    try:
+        return Sizes.of(
+            world, shard=shard, ep=parallel.expert_parallel_size, ep_fsdp=parallel.expert_fully_shard_parallel_size
+        )
+    except UserError as error:
+        raise UserError(f"parallel.{error}") from error
+
+
+def _check_experts(config: RunConfig, model: ModelConfig, sizes: Sizes) -> None:
+    experts = model.text.num_moe_experts if model.text else None
+    if sizes.ep == 1:
+        return
+    if not experts:
+        raise UserError(
+            f"parallel.expert_parallel_size: got {sizes.ep}, but the model has no experts. Set it to 1 and empty ep_plan.apply_modules."
+        )
+    if experts % sizes.ep:
+        fitting = [n for n in range(1, experts + 1) if experts % n == 0 and sizes.world % n == 0]
+        raise UserError(
+            f"parallel.expert_parallel_size: {experts} experts do not divide by {sizes.ep}. Possible on {sizes.world} processes: {fitting}."
+        )
+
+
+def _check_cut(shape: Outline, plans: Plans, sizes: Sizes, ep: int) -> None:
+    """Dimension 1 of every expert parameter must divide by the ranks it is cut over."""
+    for module in plans.ep:
+        for name, size in shape.parameters_of(module).items():
+            if len(size) < 2 or size[1] % sizes.ep_fsdp:
+                per = sizes.world // ep
+                fitting = [n for n in range(1, per + 1) if per % n == 0 and len(size) > 1 and size[1] % n == 0]
+                raise UserError(
+                    f"{name} {tuple(size)}: dimension 1 does not divide by the {sizes.ep_fsdp} ranks experts are cut over "
+                    f"(world {sizes.world} / expert_parallel_size {ep} / {sizes.ep_replicate} copies). "
+                    f"Set parallel.expert_fully_shard_parallel_size to one of {fitting}."
+                )
+
+
+def _check_loss(config: RunConfig, shape: Outline) -> None:
+    features = config.features
+    if (coefficient := features.loss_cfg.router_aux_loss_coef) != 0:
+        free = next((name for name in shape.buffers if name.endswith("e_score_correction_bias")), None)
+        why = (
+            f"this model balances its experts by {free.rsplit('.', 1)[-1]}, not by a loss"
+            if free
+            else "the auxiliary loss is not there yet"
+        )
+        raise UserError(f"features.loss_cfg.router_aux_loss_coef: got {coefficient}; {why}. Set it to 0.")
+    module = features.chunkloss_plan.apply_module
+    if module != shape.head:
+        raise UserError(
+            f"features.chunkloss_plan.apply_module: got {module!r}, but the loss is computed in the head. "
+            f"Set it to {shape.head}."
+        )
+
+
+def _configuration(config: RunConfig) -> list[str]:
+    return [
+        "---------------------- configuration ----------------------",
+        *resolved(config).splitlines(),
+        "------------------ end of configuration -------------------",
+    ]
+
+
+def _environment() -> list[str]:
+    if "NON_MEGATRON" not in os.environ:
+        return []
+    return [
+        f"environment: NON_MEGATRON={os.environ['NON_MEGATRON']} is without effect, this target never loads megatron"
+    ]
+
+
+def _layout_lines(config: RunConfig, sizes: Sizes) -> list[str]:
+    asked = config.parallel.fully_shard_parallel_size
+    became = f" (auto: all {sizes.world} ranks)" if asked == "auto" else ""
+    copies = f", {sizes.replicate} copies of the model" if sizes.replicate > 1 else ""
+    default = " (default)" if config.parallel.expert_fully_shard_parallel_size is None else ""
+    return [
+        f"layout: {sizes.world} processes = replicate {sizes.replicate} · shard {sizes.shard}{became}{copies}",
+        f"experts: {sizes.world} processes = copies {sizes.ep_replicate} · sharded {sizes.ep_fsdp}{default} · ep {sizes.ep}",
+    ]
+
+
+def _interval(every: int | None) -> str:
+    return "the last iteration" if every is None else f"every {every} iterations and the last"
