@@ -16,6 +16,17 @@ def backend(device: str) -> str:
     return {"cpu": "gloo", "cuda": "nccl", "npu": "hccl"}[device]
 
 
+def choose(local_rank: int = 0) -> torch.device:
+    """This process's device, made the current one."""
+    kind = device_type()
+    if kind == "cpu":
+        return torch.device("cpu")
+    if kind == "npu":
+        import torch_npu  # noqa: F401  registers the device and its collectives
+    torch.accelerator.set_device_index(local_rank)
+    return torch.device(kind, local_rank)
+
+
 def prepare(local_rank: int = 0) -> torch.device:
     """Make megatron-core usable on this process's device and return that device."""
     kind = device_type()
@@ -23,8 +34,6 @@ def prepare(local_rank: int = 0) -> torch.device:
         from mm_models.device.cpu import patch_core
 
         patch_core()
-        return torch.device("cpu")
     if kind == "npu":
         from torch_npu.contrib import transfer_to_npu  # noqa: F401  redirects torch.cuda.* and device="cuda"
-    torch.accelerator.set_device_index(local_rank)
-    return torch.device(kind, local_rank)
+    return choose(local_rank)
