@@ -23,8 +23,12 @@ import numpy as np
 
 from mm_models.errors import UserError
 from mm_models.weights.crc import combine_all
-from mm_models.weights.dtypes import torch_dtype
-from mm_models.weights.plan import Fragment, Plan, Slab, Write
+from mm_models.weights.dtypes import itemsize, torch_dtype
+from mm_models.weights.plan import Fragment, Plan, Read, Slab, Write
+from mm_models.weights.spans import Turn
+
+TILE = 128
+"""Rows and columns of a matrix that are turned at once."""
 
 Pieces = dict[int, list[tuple[int, int, int]]]
 """Fragment number -> (address, length, crc) of what has been seen of it."""
@@ -163,6 +167,8 @@ class Worker:
 
     def run(self, slab: Slab) -> int:
         """Read, cut, write one slab; returns the bytes read."""
+        if slab.turn is not None:
+            return self._turn(slab, slab.turn)
         held = self._read(slab)
         alike: dict[
             tuple, list[Write]
@@ -183,35 +189,68 @@ class Worker:
                     )
         return sum(read.nbytes for read in slab.reads)
 
-    def _read(self, slab: Slab) -> list[tuple[memoryview, int, int]]:
-        """(bytes, stride, width) of every read, in one buffer."""
+    def _turn(self, slab: Slab, turn: Turn) -> int:
+        """Put a matrix together, transpose it, write it."""
+        size, target = itemsize(slab.dtype), self.plan.targets[turn.target]
+        buffer = self._in.take(turn.rows * turn.columns * size)
+        matrix = np.frombuffer(buffer, dtype=np.uint8).reshape(turn.rows, turn.columns * size)
+        for read, (row, col) in zip(slab.reads, turn.places, strict=True):
+            self._fetch(read, matrix[row : row + read.rows, col * size : col * size + read.width])
+        data = self._cast(self._transposed(matrix, size), slab.dtype, target.dtype)
+        self._deliver(turn.target, turn.offset, data, zlib.crc32(data) if self.crc else None)
+        return sum(read.nbytes for read in slab.reads)
+
+    def _transposed(self, matrix: np.ndarray, size: int) -> memoryview:
+        out = self._out.take(matrix.size)
+        rows, columns = matrix.shape[0], matrix.shape[1] // size
+        kind = np.dtype(f"u{size}")
+        source, turned = matrix.view(kind), np.frombuffer(out, dtype=kind).reshape(columns, rows)
+        for row in range(0, rows, TILE):  # by tiles, each copied first: long strides would miss the cache at every element
+            for column in range(0, columns, TILE):
+                tile = source[row : row + TILE, column : column + TILE].copy()
+                turned[column : column + TILE, row : row + TILE] = tile.T
+        return out
+
+    def _read(self, slab: Slab) -> list[tuple[memoryview, int]]:
+        """(bytes, row length) of every read, in one buffer."""
         buffer, at, held = self._in.take(sum(read.nbytes for read in slab.reads)), 0, []
         for read in slab.reads:
             view = buffer[at : at + read.nbytes]
-            source = self.plan.sources[read.source]
-            if source.memory is not None:
-                view[:] = source.memory[read.offset : read.offset + read.nbytes]
-            else:
-                _read_exactly(self.files.sources[read.source], view, read.offset, source)
-            if source.crc is not None:
-                self.source_crcs.setdefault(read.source, []).append((read.offset, read.nbytes, zlib.crc32(view)))
-            held.append((view, read.stride, read.width))
+            self._fetch(read, np.frombuffer(view, dtype=np.uint8).reshape(read.rows, read.width))
+            held.append((view, read.width))
             at += read.nbytes
-            self.bytes_read += read.nbytes
         return held
+
+    def _fetch(self, read: Read, rows: np.ndarray) -> None:
+        """The bytes of `read` into `rows` (rows, width), which may be part of a wider array."""
+        source = self.plan.sources[read.source]
+        whole = read.whole and rows.flags.c_contiguous
+        for row in range(1 if whole else read.rows):
+            part = rows.reshape(-1) if whole else rows[row]
+            self._take(read.source, source, memoryview(part), read.offset + row * read.stride)
+        self.bytes_read += read.nbytes
+        if source.crc is not None and whole:
+            piece = (read.offset, read.nbytes, zlib.crc32(rows.reshape(-1)))
+            self.source_crcs.setdefault(read.source, []).append(piece)
+
+    def _take(self, number: int, source: Fragment, view: memoryview, offset: int) -> None:
+        if source.memory is not None:
+            view[:] = source.memory[offset : offset + len(view)]
+        else:
+            _read_exactly(self.files.sources[number], view, offset, source)
 
     def _assemble(self, slab: Slab, held, parts, dtype: str, rows: int) -> memoryview:
         """The target's rows, contiguous: a slice of what was read where that is possible, else cut together in a buffer."""
         if len(parts) == 1:
             number, first, _, width = parts[0]
-            view, stride, _ = held[number]
+            view, stride = held[number]
             if rows == 1 or (first == 0 and width == stride):
                 return self._cast(view[first : first + (rows - 1) * stride + width], slab.dtype, dtype)
         total = sum(part[3] for part in parts)
         out = self._out.take(rows * total)
         whole = np.frombuffer(out, dtype=np.uint8).reshape(rows, total)
         for number, first, to, width in parts:
-            view, stride, _ = held[number]
+            view, stride = held[number]
             source = np.frombuffer(view, dtype=np.uint8)[first:]
             whole[:, to : to + width] = np.lib.stride_tricks.as_strided(source, (rows, width), (stride, 1))
         return self._cast(out, slab.dtype, dtype)

@@ -6,8 +6,11 @@ moving weights between any two of them is `plan(sources, targets)`.
 
 Every global tensor is seen as rows (all dimensions but the last) by columns. Rows are cut wherever the set of fragments
 that hold them changes; between two cuts addresses are linear. A slab is a run of such rows, small enough for a buffer: its
-sources are read once, in whole rows where they have them, and every target that wants the rows is written from the buffer;
+sources are read once, only the columns that are wanted, and every target that wants the rows is written from the buffer;
 only column slices (row-parallel weights) are cut in memory.
+
+A fragment may be `transposed`: its bytes have the last two dimensions swapped. A tensor is planned in the order of its
+sources' bytes; targets of the other order are cut into whole matrices (`turned`) and written in one piece each.
 
 Refused before a byte is written: a target element that no source holds or two do, a source element that no target takes,
 data types that differ inside one tensor, shapes that do not partition.
@@ -16,16 +19,18 @@ data types that differ inside one tensor, shapes that do not partition.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from mm_models.errors import UserError
 from mm_models.weights.boxes import Placement, Shape, partition_fault, row_runs, volume
 from mm_models.weights.dtypes import itemsize
+from mm_models.weights.spans import Span, Turn, segments, swapped, taken, turned_slabs, wanted_columns
 
 BLOCK = 4 << 20
-"""Bytes a slab reads at most, one row excepted."""
+"""Bytes a slab reads at most, one row excepted; a matrix to be turned may have `TURN` times as many."""
+TURN = 8
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -34,7 +39,8 @@ class Fragment:
 
     `shape` has as many dimensions as its global tensors. A fragment that holds only the flat range `stored` of its elements
     (an optimizer moment of one data-parallel rank) has its data at `offset + start * itemsize`. `cast` lets a target take
-    another data type than its source. `crc` is what the manifest says of a source.
+    another data type than its source. `crc` is what the manifest says of a source. With `transposed` the bytes are those of
+    the tensor with its last two dimensions swapped; `shape` and `placements` are as if they were not.
     """
 
     label: str
@@ -47,6 +53,7 @@ class Fragment:
     stored: tuple[int, int] | None = None
     cast: bool = False
     crc: int | None = None
+    transposed: bool = False
 
     @property
     def elements(self) -> int:
@@ -67,7 +74,7 @@ class Fragment:
 
 @dataclass(frozen=True, slots=True)
 class Read:
-    """`rows` rows of `width` bytes, `stride` apart, from `offset` of source number `source`."""
+    """`rows` rows of `width` bytes, `stride` apart, from `offset` of source number `source`; what lies between is not read."""
 
     source: int
     offset: int
@@ -77,7 +84,12 @@ class Read:
 
     @property
     def nbytes(self) -> int:
-        return (self.rows - 1) * self.stride + self.width
+        return self.rows * self.width
+
+    @property
+    def whole(self) -> bool:
+        """Whether the rows are one run of bytes."""
+        return self.rows == 1 or self.stride == self.width
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,9 +111,12 @@ class Write:
 
 @dataclass(frozen=True, slots=True)
 class Slab:
+    """`writes` are cut from `reads`; or `turn` says how a matrix is put together from them, to be written transposed."""
+
     reads: tuple[Read, ...]
     writes: tuple[Write, ...]
     dtype: str
+    turn: Turn | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -120,21 +135,9 @@ class Plan:
 
     @property
     def bytes_written(self) -> int:
-        return sum(write.rows * write.width for slab in self.slabs for write in slab.writes)
-
-
-@dataclass(frozen=True, slots=True)
-class _Span:
-    """A run of rows of one placement: global rows [row, row+rows) x columns [col, col+width), local address alike."""
-
-    fragment: int
-    row: int
-    rows: int
-    local_row: int
-    col: int
-    width: int
-    local_col: int
-    local_width: int
+        written = sum(write.rows * write.width for slab in self.slabs for write in slab.writes)
+        turned = (slab.turn for slab in self.slabs if slab.turn)
+        return written + sum(turn.rows * turn.columns * self.targets[turn.target].itemsize for turn in turned)
 
 
 @dataclass
@@ -162,8 +165,9 @@ def plan(
     for target in targets:
         if fault := partition_fault(target.shape, [p.local_box for p in target.placements]):
             raise UserError(f"{target.label}: {fault}")
-    source_spans, replicas = _spans_by_tensor(sources, shapes, dedupe=True)
-    target_spans, _ = _spans_by_tensor(targets, shapes, dedupe=False)
+    turned = _turned(sources)
+    source_spans, replicas = _spans_by_tensor(sources, shapes, turned, dedupe=True)
+    target_spans, _ = _spans_by_tensor(targets, shapes, turned, dedupe=False)
     tally, slabs = _Tally(), []
     for tensor, wanted in target_spans.items():
         held = source_spans.get(tensor, [])
@@ -175,7 +179,8 @@ def plan(
             parts = " but ".join(f"{dtype} in {label}" for dtype, label in dtypes.items())
             tally.faults.append(f"{tensor}: its parts have different data types ({parts}); a converter never casts")
             continue
-        slabs += _tensor_slabs(tensor, held, wanted, sources, targets, tally, block)
+        cut = _turned_slabs if wanted[0].height else _tensor_slabs
+        slabs += cut(tensor, held, wanted, sources, targets, tally, block)
     skipped = {id(other) for _, other in replicas}
     for number, source in enumerate(sources):
         used = tally.used.get(number, 0)
@@ -193,44 +198,48 @@ def plan(
     return Plan(sources=sources, targets=targets, slabs=slabs, replicas=replicas)
 
 
-def _spans_by_tensor(fragments: list[Fragment], shapes: Mapping[str, Shape], *, dedupe: bool):
-    """All placements as spans, by global tensor; with `dedupe`, of equal boxes only the first fragment's."""
-    spans: dict[str, list[_Span]] = {}
+def _spans_by_tensor(fragments: list[Fragment], shapes: Mapping[str, Shape], turned: Collection[str], *, dedupe: bool):
+    """All placements as spans, by global tensor; with `dedupe`, of equal boxes only the first fragment's. Tensors in
+    `turned` are seen with their last two dimensions swapped."""
+    spans: dict[str, list[Span]] = {}
     seen: dict[tuple, int] = {}
     replicas: dict[tuple[int, int], None] = {}
     for number, fragment in enumerate(fragments):
         for placement in fragment.placements:
-            key = (placement.tensor, placement.start, placement.extent)
+            tensor = placement.tensor
+            key = (tensor, placement.start, placement.extent)
             if dedupe and seen.setdefault(key, number) != number:
                 replicas[seen[key], number] = None
                 continue
-            shape, local = shapes[placement.tensor], fragment.shape
+            shape, local = shapes[tensor], fragment.shape
+            start, at, extent = placement.start, placement.local, placement.extent
+            if tensor in turned:
+                shape, local, start, at, extent = map(swapped, (shape, local, start, at, extent))
             if len(shape) == 1:  # a vector is rows of one column
-                placement = Placement(
-                    placement.tensor, (*placement.start, 0), (*placement.local, 0), (*placement.extent, 1)
-                )
-                shape, local = (*shape, 1), (*local, 1)
-            for row, local_row, rows in row_runs(shape[:-1], local[:-1], placement):
-                span = _Span(
-                    number,
-                    row,
-                    rows,
-                    local_row,
-                    placement.start[-1],
-                    placement.extent[-1],
-                    placement.local[-1],
-                    local[-1],
-                )
-                spans.setdefault(placement.tensor, []).append(span)
+                shape, local, start, at, extent = (*shape, 1), (*local, 1), (*start, 0), (*at, 0), (*extent, 1)
+            seen_as = Placement(tensor, start, at, extent)
+            height = local[-2] if fragment.transposed != (tensor in turned) else 0
+            for row, local_row, rows in row_runs(shape[:-1], local[:-1], seen_as):
+                span = Span(number, row, rows, local_row, start[-1], extent[-1], at[-1], local[-1], height)
+                spans.setdefault(tensor, []).extend(span.by_matrix() if height else [span])
     return spans, [(fragments[a], fragments[b]) for a, b in replicas]
 
 
+def _turned(sources: list[Fragment]) -> set[str]:
+    """Tensors whose sources' bytes have the last two dimensions swapped."""
+    found = {placement.tensor for source in sources if source.transposed for placement in source.placements}
+    for source in sources:
+        assert source.transposed or not found & {p.tensor for p in source.placements}, f"{source.label}: two orders"
+        assert not (source.transposed and source.stored), source.label
+    return found
+
+
 def _tensor_slabs(
-    tensor: str, held: list[_Span], wanted: list[_Span], sources, targets, tally: _Tally, block: int
+    tensor: str, held: list[Span], wanted: list[Span], sources, targets, tally: _Tally, block: int
 ) -> list[Slab]:
     slabs: list[Slab] = []
     pending: tuple | None = None  # (signature, first row, last row, sources, targets)
-    for low, high, active, takers in _segments(held, wanted):
+    for low, high, active, takers in segments(held, wanted):
         if not takers:
             continue
         needed = _needed(tensor, active, takers, low, high, sources, targets, tally)
@@ -248,28 +257,9 @@ def _tensor_slabs(
     return slabs
 
 
-def _segments(held: list[_Span], wanted: list[_Span]):
-    """Runs of rows between two cuts: (first row, end row, sources there, targets there)."""
-    cuts = sorted({edge for span in (*held, *wanted) for edge in (span.row, span.row + span.rows)})
-    held, wanted = sorted(held, key=lambda s: (s.row, s.col)), sorted(wanted, key=lambda s: (s.row, s.col))
-    active: list[_Span] = []
-    takers: list[_Span] = []
-    next_held = next_wanted = 0
-    for low, high in itertools.pairwise(cuts):
-        active = [span for span in active if span.row + span.rows > low]
-        takers = [span for span in takers if span.row + span.rows > low]
-        while next_held < len(held) and held[next_held].row <= low:
-            active.append(held[next_held])
-            next_held += 1
-        while next_wanted < len(wanted) and wanted[next_wanted].row <= low:
-            takers.append(wanted[next_wanted])
-            next_wanted += 1
-        yield low, high, active, takers
-
-
 def _needed(
-    tensor, active: list[_Span], takers: list[_Span], low: int, high: int, sources, targets, tally: _Tally
-) -> list[_Span] | None:
+    tensor, active: list[Span], takers: list[Span], low: int, high: int, sources, targets, tally: _Tally
+) -> list[Span] | None:
     """The sources, by column, that together hold what the targets want of these rows; None after recording a fault."""
     active = sorted(active, key=lambda s: s.col)
     for one, two in itertools.pairwise(active):
@@ -293,15 +283,38 @@ def _needed(
     return needed
 
 
+def _turned_slabs(
+    tensor: str, held: list[Span], wanted: list[Span], sources, targets, tally: _Tally, block: int
+) -> list[Slab]:
+    """One slab for every matrix of every target, or for as many of its columns as `TURN` blocks hold."""
+    slabs, size = [], sources[held[0].fragment].itemsize
+    for turn, parts in turned_slabs(held, wanted, TURN * block // size, targets[wanted[0].fragment].itemsize):
+        source, target = sources[held[0].fragment], targets[turn.target]
+        if fault := partition_fault(
+            (turn.rows, turn.columns), [((part.row, part.col), (part.rows, part.width)) for part in parts]
+        ):
+            tally.faults.append(f"{target.label}: a matrix of {tensor}: {fault}")
+            return []
+        _check_dtype(target, source)
+        reads = []
+        for part in parts:
+            span = part.span
+            tally.used[span.fragment] = tally.used.get(span.fragment, 0) + part.rows * part.width
+            reads.append(_read(span, part.source_row, part.rows, part.source_col, part.width, sources[span.fragment]))
+        tally.written[turn.target] = tally.written.get(turn.target, 0) + turn.rows * turn.columns
+        slabs.append(Slab(tuple(reads), (), source.dtype, turn))
+    return slabs
+
+
 def _chop(
-    low: int, high: int, needed: list[_Span], takers: list[_Span], sources, targets, tally: _Tally, block: int
+    low: int, high: int, needed: list[Span], takers: list[Span], sources, targets, tally: _Tally, block: int
 ) -> list[Slab]:
     """Rows [low, high) as slabs of at most `block` bytes read, and the elements counted."""
     size = sources[needed[0].fragment].itemsize
     rows_each = max(1, block // (sum(span.width for span in needed) * size))
     count = high - low
     for span in needed:
-        tally.used[span.fragment] = tally.used.get(span.fragment, 0) + count * _taken(span, takers)
+        tally.used[span.fragment] = tally.used.get(span.fragment, 0) + count * taken(span, takers)
     for span in takers:
         tally.written[span.fragment] = tally.written.get(span.fragment, 0) + count * span.width
     return [
@@ -309,33 +322,23 @@ def _chop(
     ]
 
 
-def _taken(span: _Span, takers: list[_Span]) -> int:
-    """How many of a source's columns some target takes."""
-    columns, end = 0, span.col
-    for low, high in sorted((max(t.col, span.col), min(t.col + t.width, span.col + span.width)) for t in takers):
-        if high > max(low, end):
-            columns += high - max(low, end)
-            end = high
-    return columns
-
-
-def _slab(row: int, rows: int, needed: list[_Span], takers: list[_Span], sources, targets) -> Slab:
-    dtype = sources[needed[0].fragment].dtype
-    size = itemsize(dtype)
-    reads = tuple(_read(span, row, rows, sources[span.fragment]) for span in needed)
+def _slab(row: int, rows: int, needed: list[Span], takers: list[Span], sources, targets) -> Slab:
+    source = sources[needed[0].fragment]
+    size, held = source.itemsize, [wanted_columns(span, takers) for span in needed]
+    reads = tuple(
+        _read(span, row, rows, col, width, sources[span.fragment])
+        for span, (col, width) in zip(needed, held, strict=True)
+    )
     writes = []
     for taker in takers:
         target = targets[taker.fragment]
-        if target.dtype != dtype and not target.cast:
-            raise UserError(
-                f"{target.label} is {target.dtype}, its source {sources[needed[0].fragment].label} is {dtype}; a converter never casts."
-            )
+        _check_dtype(target, source)
         element = (taker.local_row + row - taker.row) * taker.local_width + taker.local_col
         parts = []
-        for number, span in enumerate(needed):
-            first, last = max(span.col, taker.col), min(span.col + span.width, taker.col + taker.width)
+        for number, (col, width) in enumerate(held):
+            first, last = max(col, taker.col), min(col + width, taker.col + taker.width)
             if first < last:
-                parts.append((number, (first - span.col) * size, (first - taker.col) * size, (last - first) * size))
+                parts.append((number, (first - col) * size, (first - taker.col) * size, (last - first) * size))
         writes.append(
             Write(
                 taker.fragment,
@@ -346,18 +349,21 @@ def _slab(row: int, rows: int, needed: list[_Span], takers: list[_Span], sources
                 tuple(parts),
             )
         )
-    return Slab(reads, tuple(writes), dtype)
+    return Slab(reads, tuple(writes), source.dtype)
 
 
-def _read(span: _Span, row: int, rows: int, source: Fragment) -> Read:
-    at = (span.local_row + row - span.row) * span.local_width + span.local_col
-    return Read(
-        span.fragment,
-        source.offset + at * source.itemsize,
-        rows,
-        span.local_width * source.itemsize,
-        span.width * source.itemsize,
-    )
+def _read(span: Span, row: int, rows: int, col: int, width: int, source: Fragment) -> Read:
+    """Rows [row, row+rows) x columns [col, col+width) of a source."""
+    at = (span.local_row + row - span.row) * span.local_width + span.local_col + col - span.col
+    size = source.itemsize
+    return Read(span.fragment, source.offset + at * size, rows, span.local_width * size, width * size)
+
+
+def _check_dtype(target: Fragment, source: Fragment) -> None:
+    if target.dtype != source.dtype and not target.cast:
+        raise UserError(
+            f"{target.label} is {target.dtype}, its source {source.label} is {source.dtype}; a converter never casts."
+        )
 
 
 def _first(faults: list[str], most: int = 8) -> list[str]:

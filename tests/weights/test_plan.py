@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+import zlib
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -119,3 +121,39 @@ def test_data_types_must_agree():
     other = fragments(cells, whole, dtype="F32")[1][0]
     with pytest.raises(UserError, match=r"different data types \(I32 in t\[0\] but F32 in t\[1\]\)"):
         plan([one[0], other], [target], {"t": (4, 3)})
+
+
+def turned(fragments):
+    """The same fragments over bytes whose last two dimensions are swapped."""
+    found = []
+    for fragment, values in fragments:
+        stored = np.ascontiguousarray(values.swapaxes(-1, -2))
+        memory = memoryview(stored.reshape(-1).view(np.uint8))
+        found.append((replace(fragment, memory=memory, transposed=True), stored.swapaxes(-1, -2)))
+    return found
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.data())
+def test_any_sharding_becomes_any_other_in_the_other_byte_order(data):
+    whole = np.arange(volume(SHAPE), dtype=np.int32).reshape(SHAPE)
+    sources = fragments(data.draw(shardings()), whole)
+    targets = fragments(data.draw(shardings()), None)
+    sources = turned(sources) if data.draw(st.booleans()) else sources
+    targets = turned(targets) if data.draw(st.booleans()) else targets
+    planned = plan([f for f, _ in sources], [f for f, _ in targets], {"t": SHAPE}, block=data.draw(st.integers(1, 64)))
+    result = execute(planned, jobs=1)
+    assert result.bytes_read == result.bytes_written == planned.bytes_read == planned.bytes_written == whole.nbytes
+    for number, (fragment, values) in enumerate(targets):
+        placement = fragment.placements[0]
+        assert np.array_equal(values, whole[tuple(slice(s, s + n) for s, n in zip(placement.start, placement.extent))])
+        assert result.crcs[number] == zlib.crc32(fragment.memory)
+
+
+def test_of_a_transposed_box_only_its_columns_are_read():
+    whole = np.arange(volume(SHAPE), dtype=np.int32).reshape(SHAPE)
+    sources = fragments([((0, 0, 0), SHAPE)], whole)
+    for wrap in (turned, list):
+        targets = wrap(fragments([((1, 0, 3), (2, 6, 4))], None))
+        result = execute(plan([sources[0][0]], [targets[0][0]], {"t": SHAPE}, use_all=False), jobs=1)
+        assert np.array_equal(targets[0][1], whole[1:3, :, 3:7]) and result.bytes_read == 2 * 6 * 4 * 4
