@@ -1,7 +1,7 @@
 """What a Hugging Face vision-language model computes in training: one collated batch in, logits or the summed loss out.
 
-Two mixins stand before Hugging Face's classes. `Conditional` is the whole model: `model`, then `lm_head`. `Multimodal` is its
-`model`: `visual`, `language_model` and an embedding. Positions are always given, nothing is cached, and the functions around the
+Mixins stand before Hugging Face's classes. `Conditional` is the whole model: `model`, then `lm_head`. `Multimodal` is its `model`:
+an embedding, `visual` and `language_model`. `Tower` is `visual`. Positions are always given, nothing is cached, and the functions around the
 modules (mask, positions of patches, placing features) are the components of the other target.
 """
 
@@ -32,14 +32,15 @@ class Multimodal:
     def forward(self, batch: dict) -> torch.Tensor:
         ids, images = batch["input_ids"], batch.get("image_grid_thw")
         config = self.config
-        merge = config.vision_config.spatial_merge_size
-        check_image_tokens(ids, images, image_token_id=config.image_token_id, merge=merge)
+        check_image_tokens(
+            ids, images, image_token_id=config.image_token_id, merge=config.vision_config.spatial_merge_size
+        )
         x = self.get_input_embeddings()(ids)
         if images is not None:
-            x = place_features(x, self._features(batch["pixel_values"], images), ids, config.image_token_id)
+            x = place_features(x, self.visual(batch["pixel_values"], images), ids, config.image_token_id)
         elif dist.is_initialized() and dist.get_world_size() > 1:
             # A neighbour may have images: every rank runs the tower, so that collectives of forward and backward pair up.
-            x = join(x, self._features(*self._blank_image(ids.device)))
+            x = join(x, self.visual(*self._blank_image(ids.device)))
         return self.language_model(
             inputs_embeds=x,
             position_ids=batch["position_ids"],
@@ -47,26 +48,30 @@ class Multimodal:
             use_cache=False,
         ).last_hidden_state
 
-    def _features(self, pixels: torch.Tensor, grid_thw: torch.Tensor) -> torch.Tensor:
-        """Pixels (patches, features) and grids (N, 3) -> (image tokens, H)."""
-        lengths = frame_lengths(grid_thw)
-        if len(pixels) != sum(lengths):
-            raise UserError(
-                f"pixel_values has {len(pixels)} rows, but image_grid_thw {grid_thw.tolist()} needs {sum(lengths)}."
-            )
-        return self.visual(
-            pixels,
-            grid_thw=grid_thw,
-            position_ids=vision_position_ids(grid_thw, self.config.vision_config.spatial_merge_size),
-            cu_seqlens=torch.tensor([0, *lengths]).cumsum(0),  # on the host: it is only read there
-        ).pooler_output
-
     def _blank_image(self, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
         """The smallest image there is, of zeros."""
         vision = self.config.vision_config
         merge = vision.spatial_merge_size
         features = vision.in_channels * vision.temporal_patch_size * vision.patch_size**2
         return torch.zeros(merge**2, features, device=device), torch.tensor([[1, merge, merge]], device=device)
+
+
+class Tower:
+    """Pixels (patches, features) and the images' grids (N, 3) -> merged features (image tokens, H), and nothing else."""
+
+    def forward(self, pixels: torch.Tensor, grid_thw: torch.Tensor) -> torch.Tensor:
+        lengths = frame_lengths(grid_thw)
+        if len(pixels) != sum(lengths):
+            raise UserError(
+                f"pixel_values has {len(pixels)} rows, but image_grid_thw {grid_thw.tolist()} needs {sum(lengths)}."
+            )
+        outputs = super().forward(
+            pixels,
+            grid_thw=grid_thw,
+            position_ids=vision_position_ids(grid_thw, self.config.spatial_merge_size),
+            cu_seqlens=torch.tensor([0, *lengths]).cumsum(0),  # on the host: it is only read there
+        )
+        return outputs.pooler_output
 
 
 def training(module: torch.nn.Module, mixin: type) -> torch.nn.Module:

@@ -19,7 +19,7 @@ from mm_models.fsdp2.layers import (
     VisionEmbeddings,
     VisionRotary,
 )
-from mm_models.fsdp2.model import Conditional, Multimodal, training
+from mm_models.fsdp2.model import Conditional, Multimodal, Tower, training
 from mm_models.ops.reference import grouped_matmul_loop
 
 
@@ -129,6 +129,7 @@ ASSEMBLY = Assembly(
             hf_class="Glm4vMoeForConditionalGeneration", build=lambda module, *_: training(module, Conditional)
         ),
         Replacement(hf_class="Glm4vMoeModel", build=lambda module, *_: training(module, Multimodal)),
+        Replacement(hf_class="Glm4vMoeVisionModel", build=lambda module, *_: training(module, Tower)),
         Replacement(hf_class="Glm4vMoeRMSNorm", build=_norm),
         Replacement(hf_class="Glm4vMoeTextRMSNorm", build=_norm),
         Replacement(hf_class="Glm4vMoeTextRotaryEmbedding", build=_text_rotary),
