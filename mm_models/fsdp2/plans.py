@@ -84,11 +84,17 @@ def _experts_of(shape: Outline) -> str:
 
 def _frozen(names: Sequence[str], shape: Outline) -> tuple[str, ...]:
     """Names of the parameters that `model.freeze` stands for: named themselves, or inside a named module."""
-    found = patterns.resolve(names, [*shape.modules, *shape.parameters], "model.freeze")
-    frozen = tuple(name for name in shape.parameters if any(name == one or name.startswith(f"{one}.") for one in found))
-    if frozen and len(frozen) == len(shape.parameters):
+    every = [*shape.modules, *shape.parameters, *shape.tied]
+    patterns.resolve(names, every, "model.freeze")
+    found: set[str] = set()
+    for pattern in names:
+        own = [name for one in patterns.resolve([pattern], every, "model.freeze") for name in shape.parameters_of(one)]
+        if not own:
+            raise UserError(f"model.freeze: {pattern!r} names modules without parameters: nothing to freeze. Drop it.")
+        found.update(own)
+    if len(found) == len(shape.parameters):
         raise UserError("model.freeze: every parameter is frozen, nothing would train. Leave some out.")
-    return frozen
+    return tuple(name for name in shape.parameters if name in found)
 
 
 def _short(names: Sequence[str]) -> str:
