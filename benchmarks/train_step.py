@@ -30,7 +30,7 @@ from tests.models import tiny_glm_model
 
 SIZE = dict(
     hidden_size=512, intermediate_size=1408, num_hidden_layers=8, num_attention_heads=8, num_key_value_heads=2, head_dim=64,
-    n_routed_experts=32, num_experts_per_tok=4, moe_intermediate_size=224, vocab_size=8192,
+    n_routed_experts=32, num_experts_per_tok=4, moe_intermediate_size=240, vocab_size=8192,
     rope_parameters={"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5, "mrope_section": [4, 6, 6]},
     depth=8, vision_hidden_size=256, vision_num_heads=4, vision_image_size=336, vision_out_hidden_size=512, vision_intermediate_size=704,
 )  # fmt: skip
@@ -176,7 +176,9 @@ model:
   model_name_or_path: {folder}
 features:
   recompute_plan:
-    apply_modules: [model.visual.blocks.{{*}}, model.language_model.layers.{{*}}]
+    apply_modules:
+      - model.visual.blocks.{{*}}
+      - model.language_model.layers.{{*}}
 training:
   lr: 1.0e-5
   weight_decay: 0.01
