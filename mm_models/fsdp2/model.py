@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import torch
 import torch.distributed as dist
+from torch.distributed.fsdp import FSDPModule
 
 from mm_models.components.attention import causal_padding_mask, frame_lengths
 from mm_models.components.loss import shift_labels
@@ -38,8 +39,7 @@ class Multimodal:
         x = self.get_input_embeddings()(ids)
         if images is not None:
             x = place_features(x, self.visual(batch["pixel_values"], images), ids, config.image_token_id)
-        elif dist.is_initialized() and dist.get_world_size() > 1:
-            # A neighbour may have images: every rank runs the tower, so that collectives of forward and backward pair up.
+        elif self._tower_must_run():
             x = join(x, self.visual(*self._blank_image(ids.device)))
         return self.language_model(
             inputs_embeds=x,
@@ -47,6 +47,13 @@ class Multimodal:
             attention_mask=causal_padding_mask(batch.get("attention_mask")),
             use_cache=False,
         ).last_hidden_state
+
+    def _tower_must_run(self) -> bool:
+        """Whether a batch without images runs the tower all the same: a neighbour may have some, and the collectives of forward
+        and backward must pair up; and a group of parameters must have been gathered before its gradients are only added up."""
+        if dist.is_initialized() and dist.get_world_size() > 1:
+            return True
+        return any(isinstance(module, FSDPModule) for module in self.visual.modules())
 
     def _blank_image(self, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
         """The smallest image there is, of zeros."""
