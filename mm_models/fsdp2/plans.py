@@ -50,12 +50,18 @@ def resolve_plans(config: RunConfig, shape: Outline) -> Plans:
 
     fsdp = modules(parallel.fsdp_plan.apply_modules, "parallel.fsdp_plan.apply_modules")
     ignored = modules(parallel.fsdp_plan.ignored_modules, "parallel.fsdp_plan.ignored_modules")
+    if empty := [name for name in fsdp if not shape.parameters_of(name)]:
+        raise UserError(
+            f"parallel.fsdp_plan.apply_modules: {empty[0]} has no parameters: there is nothing to shard. Leave it out."
+        )
     if both := [name for name in fsdp if name in ignored]:
         raise UserError(f"parallel.fsdp_plan: {both[0]} is in apply_modules and in ignored_modules. Keep one.")
     ep = modules(parallel.ep_plan.apply_modules, "parallel.ep_plan.apply_modules")
     _check_are_experts(ep, shape)
     recompute = modules(features.recompute_plan.apply_modules, "features.recompute_plan.apply_modules")
     offload = modules(features.activation_offload_plan.apply_modules, "features.activation_offload_plan.apply_modules")
+    _refuse_nested(recompute, "features.recompute_plan.apply_modules")
+    _refuse_nested(offload, "features.activation_offload_plan.apply_modules")
     return Plans(
         fsdp=fsdp,
         ignored=ignored,
@@ -65,6 +71,12 @@ def resolve_plans(config: RunConfig, shape: Outline) -> Plans:
         freeze=_frozen(config.model.freeze, shape),
         parameters=len(shape.parameters),
     )
+
+
+def _refuse_nested(names: Sequence[str], where: str) -> None:
+    for name in names:
+        if outer := [other for other in names if name.startswith(f"{other}.")]:
+            raise UserError(f"{where}: {name} is inside {outer[0]}, which is named too. Keep one of them.")
 
 
 def _check_are_experts(names: Sequence[str], shape: Outline) -> None:

@@ -123,7 +123,10 @@ def check_paths(config: RunConfig, family: Family, model: ModelConfig, source: S
 
 
 def _same_model(family: Family, model: ModelConfig, own: Path, config: Path) -> None:
-    wanted = dict(_leaves(family.model_json(load_json(config), str(config))))
+    content = load_json(config)
+    if (theirs := family_of(content, str(config))).name != family.name:
+        raise UserError(f"model.model_name_or_path {own} is a {family.model_id!r}, {config} a {theirs.model_id!r}.")
+    wanted = dict(_leaves(family.model_json(content, str(config))))
     have = dict(_leaves(model.model_dump()))
     faults = [
         f"{key} is {have.get(key)!r} in {own}, {value!r} in {config}"
