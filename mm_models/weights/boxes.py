@@ -73,6 +73,8 @@ def partition_fault(shape: Shape, boxes: Iterable[Box]) -> str | None:
     Inside, pairwise disjoint, volumes sum to the whole: together these are exact coverage.
     """
     boxes = sorted(boxes)
+    if not shape:  # a number: one box without dimensions
+        return None if len(boxes) == 1 else f"it is there {len(boxes)} times"
     total = 0
     active: list[Box] = []  # boxes whose first dimension reaches the current one: only those can overlap it
     for box in boxes:

@@ -205,7 +205,9 @@ class Worker:
         rows, columns = matrix.shape[0], matrix.shape[1] // size
         kind = np.dtype(f"u{size}")
         source, turned = matrix.view(kind), np.frombuffer(out, dtype=kind).reshape(columns, rows)
-        for row in range(0, rows, TILE):  # by tiles, each copied first: long strides would miss the cache at every element
+        for row in range(
+            0, rows, TILE
+        ):  # by tiles, each copied first: long strides would miss the cache at every element
             for column in range(0, columns, TILE):
                 tile = source[row : row + TILE, column : column + TILE].copy()
                 turned[column : column + TILE, row : row + TILE] = tile.T

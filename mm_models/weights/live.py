@@ -3,13 +3,13 @@
 All three go through the weight map, so that a rank's tensors are the same whatever the topology. `load_into` reads only the
 bytes this rank needs, by `pread`. It is strict both ways: the rank's tensors are exactly those the map gives it, the source
 holds exactly what the model needs, and every element is filled once.
+
+These are the ranks of the Megatron target; boxes of Hugging Face tensors, as the FSDP2 target holds them, are `live_shards`.
 """
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -18,27 +18,22 @@ from mm_models.config.model import ModelConfig
 from mm_models.errors import UserError
 from mm_models.layout import Coords, ModelSplit, ParallelLayout
 from mm_models.weights import hffolder, stores
-from mm_models.weights.boxes import Placement, Shape, intersect
+from mm_models.weights.boxes import Placement
 from mm_models.weights.dtypes import dtype_name, torch_dtype
 from mm_models.weights.engine import execute
+from mm_models.weights.live_common import LoadReport, check_same_model, draw_into
+from mm_models.weights.live_shards import LiveShard, initialise_shards, load_optimizer_shards, load_shards
 from mm_models.weights.manifest import Checkpoint, open_checkpoint
-from mm_models.weights.model_map import LocalTensor, WeightMap, build
+from mm_models.weights.model_map import LocalTensor, build
 from mm_models.weights.plan import Fragment, plan
 
 if TYPE_CHECKING:
     import torch
 
-
-@dataclass(frozen=True, kw_only=True)
-class LoadReport:
-    """What was loaded: from where ("hf" or "mm"), which iteration (None: release or Hugging Face), how much was read, what was ignored."""
-
-    kind: str
-    folder: Path
-    iteration: int | None
-    tensors: int
-    bytes_read: int
-    ignored: tuple[str, ...] = ()
+__all__ = [
+    "LiveShard", "LoadReport", "initialise", "initialise_shards", "load_into", "load_optimizer_shards", "load_shards",
+    "require_same_layout",
+]  # fmt: skip
 
 
 def load_into(
@@ -74,7 +69,7 @@ def load_into(
     else:
         checkpoint = open_checkpoint(folder, iteration)
         theirs = build(checkpoint.manifest.model)
-        _check_same_model(wmap, theirs, checkpoint)
+        check_same_model(wmap, theirs, checkpoint.folder)
         sources, kind, number, ignored = (
             stores.mm_store(checkpoint, theirs, verify=verify),
             "mm",
@@ -125,89 +120,21 @@ def initialise(
     seed: int,
     split: ModelSplit | None = None,
 ) -> None:
-    """Draw this rank's tensors from scratch: each Hugging Face tensor from a generator seeded by (seed, its name).
-
-    Weights are normal with the section's `init_method_std`, biases 0, norms 1, router bias 0; drawn in fp32 and rounded. So
-    a model starts from the same bytes on every topology.
-    """
-    import torch
-
+    """Draw this rank's tensors from scratch (`draw_into`): a model starts from the same bytes on every topology."""
     family, split = family_of_model(model), split or model.split(layout)
     wmap = build(model, family.prefixes)
     local = wmap.local(coords, layout, split)
     _check_live(tensors, local)
-    by_tensor: dict[str, list[LocalTensor]] = {}
+    live: dict[str, list[tuple[torch.Tensor, Placement]]] = {}
     for one in local.values():
-        by_tensor.setdefault(one.tensor.canonical, []).append(one)
-    stds = {"vision_encoder": model.vision, "vision_projector": model.projector, "text_decoder": model.text}
-    with torch.no_grad():
-        for hf in wmap.hf("per_expert").values():
-            wanted = [
-                (tensors[one.name], placement, region, common)
-                for placement in hf.placements
-                for one in by_tensor.get(placement.tensor, ())
-                for region in one.regions
-                if (common := intersect(placement.global_box, region.global_box))
-            ]
-            if not wanted:
-                continue
-            drawn = _draw(hf.name, hf.view, hf.init, seed, stds[hf.section].init_method_std)
-            for live, placement, region, (start, extent) in wanted:
-                here, there = _within(start, extent, region), _within(start, extent, placement)
-                live[here].copy_(drawn[there])
-
-
-def _within(start: Shape, extent: Shape, held: Placement) -> tuple[slice, ...]:
-    """The slices of a stored tensor that hold the global box `start`/`extent`, which lies inside `held`."""
-    return tuple(slice(s - g + at, s - g + at + n) for s, g, at, n in zip(start, held.start, held.local, extent))
-
-
-def _draw(name: str, shape: tuple[int, ...], init: str, seed: int, std: float) -> torch.Tensor:
-    import torch
-
-    if init != "normal":
-        return torch.full(shape, {"zeros": 0.0, "ones": 1.0}[init])
-    digest = hashlib.blake2b(f"{seed}:{name}".encode(), digest_size=7).digest()
-    generator = torch.Generator().manual_seed(int.from_bytes(digest, "little"))
-    return torch.randn(shape, generator=generator, dtype=torch.float32) * std
+        live.setdefault(one.tensor.canonical, []).extend((tensors[one.name], region) for region in one.regions)
+    draw_into(wmap, live, seed)
 
 
 def _check_live(tensors: Mapping[str, torch.Tensor], local: Mapping[str, LocalTensor]) -> None:
     shapes = {name: (tuple(tensors[name].shape), local[name].shape) for name in set(tensors) & set(local)}
     if faults := stores.name_faults(set(tensors), local, shapes):
         raise UserError("this rank's tensors are not those of the weight map: " + "; ".join(faults) + ".")
-
-
-def _check_same_model(wmap: WeightMap, theirs: WeightMap, checkpoint: Checkpoint) -> None:
-    """The checkpoint's model must have the same global tensors, and agree in every number that the forward pass depends on."""
-    names = set(theirs.tensors) & set(wmap.tensors)
-    faults = stores.name_faults(
-        set(theirs.tensors), wmap.tensors, {n: (theirs.tensors[n].shape, wmap.tensors[n].shape) for n in names}
-    )
-    if faults:
-        raise UserError(f"{checkpoint.folder} holds another model than model.json: " + "; ".join(faults) + ".")
-    there, here = (dict(_leaves(one.model.model_dump(mode="json"))) for one in (theirs, wmap))
-    differs = [
-        f"{key} is {here.get(key)!r}, the checkpoint's is {there.get(key)!r}"
-        for key in sorted(set(there) | set(here))
-        if there.get(key) != here.get(key)
-    ]
-    if differs:
-        raise UserError(f"model.json disagrees with {checkpoint.folder}: " + "; ".join(differs) + ".")
-
-
-_FREE = ("pipeline_num_layers", "freeze", "loss_cfg", "init_method_std")
-"""Keys of model.json that two uses of one checkpoint may set differently."""
-
-
-def _leaves(config: Mapping, prefix: str = ""):
-    for key, value in config.items():
-        if key in _FREE:
-            continue
-        if isinstance(value, Mapping):
-            yield from _leaves(value, f"{prefix}{key}.")
-        else:
-            yield prefix + key, value
 
 
 def _targets(

@@ -2,7 +2,7 @@
 
 `build(model)` looks up the ids of model.json in the table `weight_maps` and expands every rule to `GlobalTensor`s, so a
 mixed model (this encoder, that decoder) has a map without another word. From it come: the shard every coordinate holds
-(`WeightMap.local`), and the Hugging Face tensors with their placements (`WeightMap.hf`), in either expert layout.
+(`WeightMap.local`), and the Hugging Face tensors with their placements (`WeightMap.hf`), in every expert layout.
 
 Refused: a section without a weight table; sizes that do not divide. That every rule covers its tensor and its sources
 exactly once is proven at build.
@@ -11,14 +11,24 @@ exactly once is proven at build.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from mm_models.config.model import ModelConfig
 from mm_models.errors import UserError
 from mm_models.layout import Coords, ModelSplit, ParallelLayout
 from mm_models.registry import table
 from mm_models.weights.boxes import Placement, Shape
-from mm_models.weights.rules import EXPERT_LAYOUTS, Piece, Rule, Shard, Sizes, WeightTable, pieces_fault, shard_regions
+from mm_models.weights.rules import (
+    EXPERT_LAYOUTS,
+    TRANSPOSED_LAYOUTS,
+    Piece,
+    Rule,
+    Shard,
+    Sizes,
+    WeightTable,
+    pieces_fault,
+    shard_regions,
+)
 
 SECTIONS = ("vision_encoder", "vision_projector", "text_decoder")
 
@@ -64,7 +74,10 @@ class LocalTensor:
 
 @dataclass(frozen=True, kw_only=True)
 class HfTensor:
-    """One Hugging Face tensor: its shape on disk, the view its placements speak of, and where its elements belong."""
+    """One Hugging Face tensor: its shape on disk, the view its placements speak of, and where its elements belong.
+
+    With `transposed` the bytes on disk are those of the view with its last two dimensions swapped.
+    """
 
     name: str
     shape: Shape
@@ -73,6 +86,7 @@ class HfTensor:
     init: str
     section: str
     hold: str | None
+    transposed: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,7 +100,16 @@ class WeightMap:
         return self.tensors
 
     def hf(self, expert_layout: str) -> dict[str, HfTensor]:
-        """Every Hugging Face tensor of the model in one expert layout, by name."""
+        """Every Hugging Face tensor of the model in one expert layout, by name.
+
+        `stacked` (E, in, out) and `flat` (E·in, out) have the names of `stacked_hf` and, both, its bytes transposed.
+        """
+        if expert_layout in TRANSPOSED_LAYOUTS:
+            experts = {piece.source for t in self.tensors.values() if t.expert for piece in t.sources["stacked_hf"]}
+            return {
+                name: _transposed(tensor, expert_layout) if name in experts else tensor
+                for name, tensor in self.hf("stacked_hf").items()
+            }
         pieces: dict[str, list[tuple[GlobalTensor, Piece]]] = {}
         for tensor in self.tensors.values():
             for piece in tensor.sources.get(expert_layout, ()):
@@ -137,6 +160,12 @@ class WeightMap:
             shape, regions = shard_regions(tensor.canonical, tensor.shape, tensor.shard, degrees, ranks)
             found[name] = LocalTensor(name=name, chunk=chunk, shape=shape, regions=regions, tensor=tensor)
         return found
+
+
+def _transposed(tensor: HfTensor, expert_layout: str) -> HfTensor:
+    experts, out, inner = tensor.shape
+    shape = (experts, inner, out) if expert_layout == "stacked" else (experts * inner, out)
+    return replace(tensor, shape=shape, transposed=True)
 
 
 def shard_coords(*, tp: int = 0, pp: int = 0, etp: int = 0, ep: int = 0) -> Coords:

@@ -17,7 +17,7 @@ import zipfile
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from mm_models.errors import UserError
 from mm_models.weights.boxes import Shape, volume
@@ -45,20 +45,25 @@ class _Tensor:
 def scan(path: str | Path) -> tuple[Any, dict[tuple, Found]]:
     """(content, tensors by key path) of a file. In the content every tensor is a `Spec`; no tensor data are read."""
     path = Path(path)
-    if not zipfile.is_zipfile(path):
+    with path.open("rb") as file:
+        return scan_open(file, path)
+
+
+def scan_open(file: BinaryIO, path: Path) -> tuple[Any, dict[tuple, Found]]:
+    """The same of an open file, or of a part of one; `path` is what to call it."""
+    if not zipfile.is_zipfile(file):
         raise UserError(f"{path}: not a zip-format .pt file (cut short, or saved in torch's format before 1.6).")
-    with zipfile.ZipFile(path) as archive:
+    with zipfile.ZipFile(file) as archive:
         records = {info.filename.partition("/")[2]: info for info in archive.infolist()}
         if "data.pkl" not in records:
             raise UserError(f"{path}: a zip without data.pkl: not a file of torch.save.")
         with archive.open(records["data.pkl"]) as pickled:
             content = _Reader(pickled, path).load()
-    with path.open("rb") as file:
-        starts = {
-            key.removeprefix("data/"): _data_start(file, info, path)
-            for key, info in records.items()
-            if key.startswith("data/")
-        }
+    starts = {
+        key.removeprefix("data/"): _data_start(file, info, path)
+        for key, info in records.items()
+        if key.startswith("data/")
+    }
     found: dict[tuple, Found] = {}
     return _walk(content, (), starts, found, path), found
 

@@ -14,7 +14,7 @@ import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from mm_models.errors import UserError
 from mm_models.weights.boxes import Shape, volume
@@ -56,7 +56,8 @@ def skeleton(path: Path, content: Mapping[str, Any]) -> dict[tuple, Found]:
     records: list[tuple[str, bytes | int]] = [("data.pkl", pickled), ("byteorder", b"little")]
     records += [(f"data/{i}", volume(spec.shape) * itemsize(spec.dtype)) for i, (_, spec) in enumerate(tensors)]
     records.append(("version", b"3\n"))
-    places = _write_zip(path, [(f"{stem}/{name}", data) for name, data in records])
+    with path.open("wb") as file:
+        places, _ = write_zip(file, [(f"{stem}/{name}", data) for name, data in records])
     return {
         key: Found(
             path=key,
@@ -89,7 +90,7 @@ def _encode(value: Any, at: tuple, tensors: list[tuple[tuple, Spec]], file: Path
     kind = type(value)
     if kind is Spec:
         tensors.append((at, value))
-        return _encode_tensor(value, len(tensors) - 1)
+        return encode_tensor(value, len(tensors) - 1)
     if value is None:
         return b"N"
     if kind is bool:
@@ -119,7 +120,7 @@ def _integer(value: int) -> bytes:
     return b"\x8a" + bytes([len(raw)]) + raw if len(raw) < 256 else b"\x8b" + struct.pack("<i", len(raw)) + raw
 
 
-def _encode_tensor(spec: Spec, number: int) -> bytes:
+def encode_tensor(spec: Spec, number: int) -> bytes:
     """What torch.save writes for a contiguous CPU tensor with a storage of its own."""
     if spec.dtype not in STORAGES:
         raise UserError(f"data type {spec.dtype!r} cannot be written to a .pt file. Known: {', '.join(STORAGES)}.")
@@ -143,34 +144,38 @@ def _encode_tensor(spec: Spec, number: int) -> bytes:
 # --- zip ----------------------------------------------------------------------------------------------------------
 
 
-def _write_zip(path: Path, records: Sequence[tuple[str, bytes | int]]) -> dict[str, tuple[int, tuple[int, int]]]:
-    """Stored records on aligned offsets; a size instead of bytes leaves a hole. Returns (offset, CRC positions) by name."""
+def write_zip(
+    file: BinaryIO, records: Sequence[tuple[str, bytes | int]], *, start: int = 0, alignment: int = ALIGNMENT
+) -> tuple[dict[str, tuple[int, tuple[int, int]]], int]:
+    """Stored records on aligned offsets from byte `start` of `file`; a size instead of bytes leaves a hole.
+
+    Returns (offset, CRC positions) by name, counted in the file, and the byte behind the zip.
+    """
     places: dict[str, tuple[int, tuple[int, int]]] = {}
-    with path.open("wb") as file:
-        at, directory = 0, []
-        for name, data in records:
-            size, crc = (data, 0) if isinstance(data, int) else (len(data), zlib.crc32(data))
-            header = _local_header(name, size, crc, at)
-            file.seek(at)
-            file.write(header)
-            if not isinstance(data, int):
-                file.write(data)
-            directory.append((name, size, crc, at))
-            places[name] = (at + len(header), (at + 14, 0))
-            at += len(header) + size
-        file.seek(at)
-        for name, size, crc, start in directory:
-            places[name] = (places[name][0], (places[name][1][0], file.tell() + 16))
-            file.write(_central_header(name, size, crc, start))
-        file.write(_end(len(directory), at, file.tell() - at))
-    return places
+    at, directory = 0, []
+    for name, data in records:
+        size, crc = (data, 0) if isinstance(data, int) else (len(data), zlib.crc32(data))
+        header = _local_header(name, size, crc, at, alignment)
+        file.seek(start + at)
+        file.write(header)
+        if not isinstance(data, int):
+            file.write(data)
+        directory.append((name, size, crc, at))
+        places[name] = (start + at + len(header), (start + at + 14, 0))
+        at += len(header) + size
+    file.seek(start + at)
+    for name, size, crc, before in directory:
+        places[name] = (places[name][0], (places[name][1][0], file.tell() + 16))
+        file.write(_central_header(name, size, crc, before))
+    file.write(_end(len(directory), at, file.tell() - start - at))
+    return places, file.tell()
 
 
-def _local_header(name: str, size: int, crc: int, at: int) -> bytes:
+def _local_header(name: str, size: int, crc: int, at: int, alignment: int) -> bytes:
     raw = name.encode()
     extra = struct.pack("<HHQQ", 1, 16, size, size) if size >= _BIG else b""
     before = at + 30 + len(raw) + len(extra) + 4
-    padding = -before % ALIGNMENT
+    padding = -before % alignment
     extra += b"FB" + struct.pack("<H", padding) + b"Z" * padding  # torch's own padding field
     shown = min(size, _BIG)
     return (

@@ -8,6 +8,7 @@ tuple of `Split`s. Both are index algebra (`boxes`): no torch, no files, no comm
          shape=("2ffn", "hidden"), place="text_layer", shard=GLU, when="dense")
 
 The Hugging Face expert layouts a transform may know: `per_expert` (one 2-D tensor each) and `stacked_hf` (E, out, in).
+Files of the FSDP2 target may also be `stacked` (E, in, out) or `flat` (E·in, out): `stacked_hf` with other bytes.
 """
 
 from __future__ import annotations
@@ -20,6 +21,8 @@ from typing import Any, Protocol
 from mm_models.weights.boxes import Placement, Shape, partition_fault, volume
 
 EXPERT_LAYOUTS = ("per_expert", "stacked_hf")
+TRANSPOSED_LAYOUTS = ("stacked", "flat")
+FILE_LAYOUTS = ("stacked_hf", "stacked", "flat", "per_expert")
 Sizes = Mapping[str, int]
 
 

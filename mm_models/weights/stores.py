@@ -6,8 +6,8 @@ with all such names in one error. Known extras of a family are set aside by name
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
 
 from mm_models.config.family import Family
 from mm_models.errors import UserError, nearest
@@ -28,15 +28,30 @@ PARTS = ("master", "exp_avg", "exp_avg_sq")
 
 @dataclass(frozen=True, kw_only=True)
 class HfStore:
-    """The tensors of a folder that the model uses, the expert layout they are in, and the known extras set aside."""
+    """The tensors of a folder that the model uses, the expert layout they are in, and the known extras set aside.
+
+    `missing` and `ignored` are empty unless they were allowed.
+    """
 
     fragments: tuple[Fragment, ...]
     expert_layout: str
     extras: tuple[Stored, ...]
+    missing: Mapping[str, HfTensor] = field(default_factory=dict)
+    ignored: tuple[str, ...] = ()
 
 
-def hf_store(folder: HfFolder, wmap: WeightMap, family: Family) -> HfStore:
-    """Every tensor of `folder` as a fragment; refused unless the folder holds exactly what the model needs, and known extras."""
+def hf_store(
+    folder: HfFolder,
+    wmap: WeightMap,
+    family: Family,
+    *,
+    partial: bool = False,
+    ignore: Callable[[str], bool] = lambda name: False,
+) -> HfStore:
+    """Every tensor of `folder` as a fragment; refused unless the folder holds exactly what the model needs, and known extras.
+
+    With `partial` tensors may be missing; `ignore` says which further ones may be there.
+    """
     maps = {expert_layout: wmap.hf(expert_layout) for expert_layout in EXPERT_LAYOUTS}
     expert_layout = _expert_layout(folder, maps)
     expected = maps[expert_layout]
@@ -44,6 +59,10 @@ def hf_store(folder: HfFolder, wmap: WeightMap, family: Family) -> HfStore:
         t for name, t in folder.tensors.items() if name not in expected and family.is_extra(name, wmap.model)
     )
     names = set(folder.tensors) - {extra.name for extra in extras}
+    ignored = tuple(sorted(name for name in names - set(expected) if ignore(name)))
+    names -= set(ignored)
+    missing = {name: tensor for name, tensor in expected.items() if name not in names} if partial else {}
+    expected = {name: tensor for name, tensor in expected.items() if name not in missing}
     faults = name_faults(
         names, expected, {name: (folder.tensors[name].shape, expected[name].shape) for name in names & set(expected)}
     )
@@ -60,7 +79,7 @@ def hf_store(folder: HfFolder, wmap: WeightMap, family: Family) -> HfStore:
         )
         for name, tensor in expected.items()
     )
-    return HfStore(fragments=fragments, expert_layout=expert_layout, extras=extras)
+    return HfStore(fragments=fragments, expert_layout=expert_layout, extras=extras, missing=missing, ignored=ignored)
 
 
 def _expert_layout(folder: HfFolder, maps: Mapping[str, Mapping[str, HfTensor]]) -> str:

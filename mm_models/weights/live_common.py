@@ -1,0 +1,104 @@
+"""What loading into a live model has in common, whatever the target: the report, the draw from a seed, the comparison of models."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from mm_models.errors import UserError
+from mm_models.weights import stores
+from mm_models.weights.boxes import Placement, Shape, intersect
+from mm_models.weights.model_map import WeightMap
+
+if TYPE_CHECKING:
+    import torch
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoadReport:
+    """What was loaded: from where ("hf", "mm" or "dcp"), which iteration (None: release or Hugging Face), how much was read, what
+    was ignored by name, and which tensors no source filled (only where that was allowed)."""
+
+    kind: str
+    folder: Path
+    iteration: int | None
+    tensors: int
+    bytes_read: int
+    ignored: tuple[str, ...] = ()
+    unfilled: tuple[str, ...] = ()
+
+
+def draw_into(wmap: WeightMap, live: Mapping[str, list[tuple[torch.Tensor, Placement]]], seed: int) -> None:
+    """Fill `live` (canonical global tensor -> tensors and the boxes of it they hold) as if the whole model were drawn.
+
+    Each Hugging Face tensor comes from a generator seeded by (seed, its name): weights are normal with the section's
+    `init_method_std`, biases 0, norms 1, router bias 0; drawn in fp32 and rounded.
+    """
+    import torch
+
+    model = wmap.model
+    stds = {"vision_encoder": model.vision, "vision_projector": model.projector, "text_decoder": model.text}
+    with torch.no_grad():
+        for hf in wmap.hf("per_expert").values():
+            wanted = [
+                (tensor, placement, region, common)
+                for placement in hf.placements
+                for tensor, region in live.get(placement.tensor, ())
+                if (common := intersect(placement.global_box, region.global_box))
+            ]
+            if not wanted:
+                continue
+            drawn = _draw(hf.name, hf.view, hf.init, seed, stds[hf.section].init_method_std)
+            for tensor, placement, region, (start, extent) in wanted:
+                here, there = _within(start, extent, region), _within(start, extent, placement)
+                tensor[here].copy_(drawn[there])
+
+
+def _within(start: Shape, extent: Shape, held: Placement) -> tuple[slice, ...]:
+    """The slices of a stored tensor that hold the global box `start`/`extent`, which lies inside `held`."""
+    return tuple(slice(s - g + at, s - g + at + n) for s, g, at, n in zip(start, held.start, held.local, extent))
+
+
+def _draw(name: str, shape: tuple[int, ...], init: str, seed: int, std: float) -> torch.Tensor:
+    import torch
+
+    if init != "normal":
+        return torch.full(shape, {"zeros": 0.0, "ones": 1.0}[init])
+    digest = hashlib.blake2b(f"{seed}:{name}".encode(), digest_size=7).digest()
+    generator = torch.Generator().manual_seed(int.from_bytes(digest, "little"))
+    return torch.randn(shape, generator=generator, dtype=torch.float32) * std
+
+
+def check_same_model(wmap: WeightMap, theirs: WeightMap, folder: Path) -> None:
+    """The checkpoint's model must have the same global tensors, and agree in every number that the forward pass depends on."""
+    names = set(theirs.tensors) & set(wmap.tensors)
+    faults = stores.name_faults(
+        set(theirs.tensors), wmap.tensors, {n: (theirs.tensors[n].shape, wmap.tensors[n].shape) for n in names}
+    )
+    if faults:
+        raise UserError(f"{folder} holds another model than model.json: " + "; ".join(faults) + ".")
+    there, here = (dict(_leaves(one.model.model_dump(mode="json"))) for one in (theirs, wmap))
+    differs = [
+        f"{key} is {here.get(key)!r}, the checkpoint's is {there.get(key)!r}"
+        for key in sorted(set(there) | set(here))
+        if there.get(key) != here.get(key)
+    ]
+    if differs:
+        raise UserError(f"model.json disagrees with {folder}: " + "; ".join(differs) + ".")
+
+
+_FREE = ("pipeline_num_layers", "freeze", "loss_cfg", "init_method_std")
+"""Keys of model.json that two uses of one checkpoint may set differently."""
+
+
+def _leaves(config: Mapping, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for key, value in config.items():
+        if key in _FREE:
+            continue
+        if isinstance(value, Mapping):
+            yield from _leaves(value, f"{prefix}{key}.")
+        else:
+            yield prefix + key, value
