@@ -31,6 +31,28 @@ def from_rank_zero(call: Callable[[], Any], *, doing: str) -> Any:
     return value
 
 
+def everywhere(call: Callable[[], Any], *, doing: str) -> Any:
+    """The result of `call` on this rank; a `UserError` or `OSError` of any rank is raised on all, each once. Collective."""
+    result, fault = None, None
+    try:
+        result = call()
+    except (UserError, OSError) as error:
+        fault = str(error)
+    found: list = [None] * dist.get_world_size()
+    dist.all_gather_object(found, fault)
+    by_text: dict[str, list[int]] = {}
+    for rank, text in enumerate(found):
+        if text is not None:
+            by_text.setdefault(text, []).append(rank)
+    if by_text:
+        parts = [
+            text if len(ranks) == len(found) else f"rank {', '.join(map(str, ranks))}: {text}"
+            for text, ranks in by_text.items()
+        ]
+        raise UserError(f"{doing}: {'; '.join(parts)}")
+    return result
+
+
 def refuse_unwritten(tmp: Path, iteration: int, faults: Sequence[str]) -> None:
     """Give up the temporary checkpoint folder `tmp` when a rank could not write its part. For rank 0, within `from_rank_zero`."""
     if faults:

@@ -1,0 +1,111 @@
+"""The start of a run: the model from the assembly to its shards, and what is printed before the first step."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from mm_models.config.fsdp2.features import Features
+from mm_models.fsdp2 import assembly, sharding
+from mm_models.fsdp2.features import offload, recompute
+from mm_models.fsdp2.features.stores import PinnedStore, SpillFileStore
+from mm_models.fsdp2.optimizer import Optimizer
+from mm_models.fsdp2.session import Session
+from mm_models.fsdp2.validation import RunPlan
+from mm_models.ops import choose
+from mm_models.registry import table
+from mm_models.train import log
+from mm_models.train.batches import StepBatches
+
+DTYPES = {None: None, "fp32": torch.float32, "bf16": torch.bfloat16}
+
+
+def build(session: Session) -> torch.nn.Module:
+    """The model of the plan, sharded, with storage on the device; values are undefined but for the buffers no checkpoint holds.
+
+    Wrapping goes from the inside out: what trains, what is recomputed, what is offloaded, then groups of parameters.
+    """
+    plan = session.plan
+    config = plan.config
+    model = assembly.build(
+        table("models").get(config.model.model_id),
+        plan.hf_config,
+        ops=choose(session.device.type),
+        grouped=config.model.use_grouped_expert_matmul,
+        expert_layout=plan.expert_layout,
+        dispatch=config.parallel.ep_plan.dispatcher,
+    )
+    assembly.freeze(model, plan.plans.freeze)
+    _cut_loss(model, config.features)
+    recompute.apply(model, plan.plans.recompute, use_reentrant=config.features.recompute_plan.use_reentrant)
+    if plan.plans.offload:
+        store = SpillFileStore() if session.device.type == "cpu" else PinnedStore(session.device)
+        offload.apply(model, plan.plans.offload, store)
+    sharding.shard(model, session.meshes, fsdp=plan.plans.fsdp, ep=plan.plans.ep, policy=_policy(plan))
+    return assembly.materialise(model, session.device)
+
+
+def _cut_loss(model: torch.nn.Module, features: Features) -> None:
+    """Let the head compute the loss in chunks where that is asked for."""
+    head = model.get_submodule(features.chunkloss_plan.apply_module)
+    if features.enable_chunk_loss:
+        head.chunk = features.chunkloss_plan.chunk_size
+    if features.enable_dynamic_chunk_loss:
+        head.total_chunk = features.chunkloss_plan.total_chunk_size
+
+
+def _policy(plan: RunPlan) -> sharding.Policy:
+    asked = plan.config.parallel.fsdp_plan
+    return sharding.Policy(
+        param_dtype=DTYPES[asked.param_dtype],
+        reduce_dtype=DTYPES[asked.reduce_dtype],
+        output_dtype=DTYPES[asked.output_dtype],
+        reshard_after_forward=asked.reshard_after_forward,
+        forward_prefetch=asked.num_to_forward_prefetch,
+        backward_prefetch=asked.num_to_backward_prefetch,
+        cpu_offload=asked.cpu_offload,
+        ignored=plan.plans.ignored,
+    )
+
+
+def profiling(session: Session) -> AbstractContextManager:
+    """The profiler and memory snapshot of `tools`; `step()` after every iteration."""
+    import types
+
+    return nullcontext(types.SimpleNamespace(step=lambda: None))
+
+
+def flops(plan: RunPlan, step: StepBatches) -> float | None:
+    return None
+
+
+def report(session: Session, model: torch.nn.Module, optimizer: Optimizer) -> None:
+    """Print the table of ranks and which parameters have no weight decay. Collective over the world."""
+    trained = sum(piece.master.numel() for piece in optimizer.pieces)
+    held = sum((p.to_local() if isinstance(p, DTensor) else p).numel() for p in model.parameters())
+    row = (session.rank, str(session.device), _experts(session), trained, held)
+    found: list = [None] * session.world
+    torch.distributed.all_gather_object(found, row)
+    training = session.plan.config.training
+    exempt = optimizer.undecayed
+    log.say(
+        session.rank,
+        "rank  device     experts   trains (elements)     holds (elements)",
+        *(
+            f"{rank:>4}  {device:<9}  {experts:<8}  {trains:>17,}  {holds:>19,}"
+            for rank, device, experts, trains, holds in found
+        ),
+        f"weight decay {training.weight_decay}: {len(optimizer.pieces) - len(exempt)} parameters; "
+        f"none on {len(exempt)} biases and vectors:",
+        *(f"  {name}" for name in exempt),
+    )
+
+
+def _experts(session: Session) -> str:
+    text = session.plan.model.text
+    if text is None or not text.num_moe_experts:
+        return "-"
+    count = text.num_moe_experts // session.plan.sizes.ep
+    return f"{session.ep_rank * count}-{(session.ep_rank + 1) * count - 1}"

@@ -1,0 +1,66 @@
+"""One optimizer step: forward and backward of every micro-batch, one gradient exchange, norm, clip, AdamW.
+
+Loss, labelled tokens and gradient norm are agreed by all ranks, so every rank takes the same decision: an all-empty step is
+skipped (counted, with the sample ids), a non-finite loss or norm stops the run naming step and ranks. Gradients are exchanged
+in the backward pass of the last micro-batch alone; before, each rank adds up its own.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+
+from mm_models.fsdp2 import grads, sharding
+from mm_models.fsdp2.optimizer import Optimizer
+from mm_models.fsdp2.session import Session
+from mm_models.train import agree
+from mm_models.train.batches import StepBatches, warn_empty
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepResult:
+    """What a step did. `loss` and `grad_norm` are None when it was skipped; both are the same number on every rank."""
+
+    loss: float | None
+    grad_norm: float | None
+    skipped: bool
+
+
+def train_step(
+    session: Session, model: torch.nn.Module, optimizer: Optimizer, step: StepBatches, *, rate: float
+) -> StepResult:
+    """Run one step on this rank at learning rate `rate`. Collective over the world."""
+    warn_empty(step, speaks=True, number=session.position.step)
+    if step.empty:
+        return StepResult(loss=None, grad_norm=None, skipped=True)
+    loss = _forward_backward(session, model, step)
+    session.position.at("gradient norm")
+    grads.fill_missing(model)
+    norm = grads.norm(model)
+    if not math.isfinite(loss) or not math.isfinite(norm):
+        session.position.at("naming a non-finite value")
+        agree.stop_non_finite(
+            session.position.step, loss=loss, norm=norm, names=grads.non_finite(model), rate="training.lr"
+        )
+    grads.clip(model, norm, session.plan.config.training.clip_grad)
+    session.position.at("optimizer step")
+    optimizer.step(rate)
+    return StepResult(loss=loss, grad_norm=norm, skipped=False)
+
+
+def _forward_backward(session: Session, model: torch.nn.Module, step: StepBatches) -> float:
+    """The step's loss, the same on every rank; gradients lie on the parameters."""
+    total = torch.zeros((), dtype=torch.float64, device=session.device)
+    for micro in step.micro:
+        last = micro.index == len(step.micro) - 1
+        sharding.last_backward(model, last)
+        session.position.at("forward", micro_batch=micro.index)
+        loss = micro.loss(model(micro.data))
+        session.position.at("backward", micro_batch=micro.index)
+        loss.backward()
+        total += loss.detach().double()
+    session.position.at("reducing the loss")
+    torch.distributed.all_reduce(total)
+    return total.item()

@@ -1,0 +1,173 @@
+"""`train`: the training loop of the FSDP2 target.
+
+Order of a run: join the world, build the model on meta, freeze, recompute, shard, fill, build the optimizer, resume, build the
+loader at the resumed position, then step, report and save until done. What is checked at start is printed at start.
+"""
+
+from __future__ import annotations
+
+import signal
+import time
+from dataclasses import dataclass
+
+import torch
+
+from mm_models.data.loader import build_loader
+from mm_models.fsdp2 import checkpoint, schedule_lr, start
+from mm_models.fsdp2 import session as sessions
+from mm_models.fsdp2.checkpoint_save import Saver
+from mm_models.fsdp2.optimizer import Optimizer
+from mm_models.fsdp2.schedule_lr import Schedule
+from mm_models.fsdp2.session import Session
+from mm_models.fsdp2.step import StepResult, train_step
+from mm_models.fsdp2.validation import RunPlan
+from mm_models.train import batches, log, watch
+from mm_models.train.entry import StoppedBySignal
+from mm_models.train.progress import Progress
+from mm_models.train.signals import Signals
+
+
+@dataclass(frozen=True, kw_only=True)
+class Trainer:
+    """Everything a step and a save need. `model` is sharded and filled."""
+
+    session: Session
+    model: torch.nn.Module
+    optimizer: Optimizer
+    schedule: Schedule
+
+    def next_rate(self) -> float:
+        """The learning rate of the next step."""
+        return schedule_lr.learning_rate(self.optimizer.steps, self.schedule)
+
+
+def train(plan: RunPlan) -> None:
+    """Train as `plan` says. Raises `UserError` for the user's mistakes and `StoppedBySignal` after a clean stop."""
+    checkpoint.check_source(plan)
+    session = sessions.start(plan)
+    signals = Signals()
+    with watch.Watchdog(session, seconds=60.0 * plan.config.training.distributed_timeout_minutes):
+        log.say(session.rank, *plan.lines)
+        trainer, state = set_up(session)
+        run(trainer, state, signals)
+    torch.distributed.barrier()
+
+
+def set_up(session: Session) -> tuple[Trainer, Progress]:
+    """This rank's filled model, its optimizer and schedule, and how far the run has come."""
+    training = session.plan.config.training
+    session.position.at("building the model")
+    model = start.build(session)
+    session.position.at("loading weights")
+    checkpoint.fill(session, model)
+    session.position.at("building the optimizer")
+    optimizer = Optimizer(dict(model.named_parameters()), training)
+    start.report(session, model, optimizer)
+    session.position.at("resuming")
+    state, schedule = checkpoint.resume(session, optimizer)
+    return Trainer(session=session, model=model, optimizer=optimizer, schedule=schedule), state
+
+
+def run(trainer: Trainer, state: Progress, signals: Signals) -> None:
+    """Step until `train_iters`, `exit_interval` or a signal; the last step is always saved, once."""
+    session, training = trainer.session, trainer.session.plan.config.training
+    loader = open_loader(session, state)
+    checkpoint.restore_rng(session, state)
+    journal = log.Journal(
+        speaks=session.rank == session.world - 1,
+        interval=training.log_interval,
+        train_iters=training.train_iters,
+        start=state.iteration,
+        metrics=training.log_metrics,
+        tensorboard=training.tensorboard_dir,
+    )
+    saver = Saver(trainer) if training.save else None
+    stop = None
+    with start.profiling(session) as profile:
+        for iteration in range(state.iteration + 1, training.train_iters + 1):
+            session.position.step = iteration
+            state = one_iteration(trainer, state, loader, journal)
+            profile.step()
+            session.position.at("agreeing to go on")
+            stop = signals.agreed(session.device)
+            leaving = (
+                stop is not None
+                or iteration == training.train_iters
+                or (training.exit_interval and iteration % training.exit_interval == 0)
+            )
+            if saver:
+                saver.poll()
+                if leaving or (training.save_interval and iteration % training.save_interval == 0):
+                    saver.save(state)
+            if leaving:
+                break
+    if saver:
+        saver.finish()
+    journal.close()
+    if stop is not None:
+        where = (
+            f"saved at iteration {state.iteration} in {training.save}" if saver else "not saved (training.save is null)"
+        )
+        raise StoppedBySignal(
+            stop, f"stopped by {signal.Signals(stop).name} after iteration {state.iteration}, {where}"
+        )
+    log.say(
+        session.rank,
+        journal.closing_line(
+            iteration=state.iteration, train_iters=training.train_iters, consumed_samples=state.consumed_samples
+        ),
+    )
+
+
+def one_iteration(trainer: Trainer, state: Progress, loader, journal: log.Journal) -> Progress:
+    """Read, step, report. Returns how far the run has come then."""
+    session, plan = trainer.session, trainer.session.plan
+    began, rate = time.perf_counter(), trainer.next_rate()
+    session.position.at("reading data")
+    step = batches.gather_step(
+        loader, count=plan.num_microbatches, loss_type=plan.loss_type, counts=True, device=session.device
+    )
+    result = train_step(session, trainer.model, trainer.optimizer, step, rate=rate)
+    state = state.after(samples=plan.global_batch_size, skipped=result.skipped)
+    journal.add(_report(trainer, state, step, result, rate=rate, seconds=time.perf_counter() - began))
+    return state
+
+
+def _report(
+    trainer: Trainer, state: Progress, step: batches.StepBatches, result: StepResult, *, rate: float, seconds: float
+) -> log.Iteration:
+    plan = trainer.session.plan
+    return log.Iteration(
+        iteration=state.iteration,
+        train_iters=plan.config.training.train_iters,
+        consumed_samples=state.consumed_samples,
+        seconds=seconds,
+        learning_rate=rate,
+        next_learning_rate=trainer.next_rate(),
+        global_batch_size=plan.global_batch_size,
+        loss=result.loss,
+        grad_norm=result.grad_norm,
+        tokens=step.all_tokens,
+        labelled_tokens=step.tokens,
+        skipped=int(result.skipped),
+        flops=start.flops(plan, step),
+    )
+
+
+def open_loader(session: Session, state: Progress):
+    """An endless iterator of this rank's micro-batches from the resumed position on."""
+    session.position.at("opening the data")
+    plan = session.plan
+    training = plan.config.training
+    loader = build_loader(
+        plan.config.data,
+        model_config=plan.model,
+        dp_rank=session.rank,
+        dp_size=plan.dp,
+        micro_batch_size=training.micro_batch_size,
+        global_batch_size=plan.global_batch_size,
+        seed=training.seed,
+        consumed_samples=state.consumed_samples,
+    )
+    log.say(session.rank, *loader.lines())
+    return iter(loader)
