@@ -124,7 +124,8 @@ class _Shelf:
 
         def pack(tensor: Tensor):
             if keep or not self.takes(tensor) or _is_parameter(tensor, module):
-                return call, tensor, None
+                # Not the tensor itself: a saved result holds its node, and a graph that gets no backward pass would never die.
+                return call, tensor.detach(), None
             stored = self.shelve(tensor)
             call.stored.add(stored)
             return call, stored, _View.of(tensor)

@@ -233,3 +233,8 @@ class PinnedStore:
     def close(self) -> None:
         self._stream.synchronize()
         self._waiting.clear()
+
+
+def open_store(device: torch.device) -> Store:
+    """The store for activations of `device`. The spill file lies where `TMPDIR` points, else in /tmp: it must be on a disk."""
+    return SpillFileStore() if device.type == "cpu" else PinnedStore(device)
