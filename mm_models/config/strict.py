@@ -78,36 +78,36 @@ def unknown_key(schema: type[BaseModel], loc: tuple) -> str:
     place, got = ".".join(map(str, loc)), str(loc[-1])
     text = f"unknown key {place!r}"
     close = nearest(got, fields)
-    elsewhere = [found for found in _paths(schema) if found.rsplit(".", 1)[-1] == got and found != place]
+    elsewhere = [found for found in dotted_keys(schema) if found.rsplit(".", 1)[-1] == got and found != place]
     if elsewhere:
         return text + f"; the key {got!r} belongs at {' or '.join(repr(path) for path in elsewhere)}"
     known = f" Known here: {', '.join(fields)}" if fields else " It has no keys inside"
     return text + (f", did you mean {close!r}?" if close else ".") + known
 
 
-def _models_in(annotation: Any) -> list[type[BaseModel]]:
+def models_in(annotation: Any) -> list[type[BaseModel]]:
     """Schema classes inside an annotation such as `Section | None`."""
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return [annotation]
-    return [model for part in get_args(annotation) for model in _models_in(part)]
+    return [model for part in get_args(annotation) for model in models_in(part)]
 
 
 def _schema_at(schema: type[BaseModel], loc: tuple) -> type[BaseModel] | None:
     for key in loc:
         if not isinstance(key, str) or key not in schema.model_fields:
             continue  # an index into a list, or pydantic's tag of a union member
-        inner = _models_in(schema.model_fields[key].annotation)
+        inner = models_in(schema.model_fields[key].annotation)
         if not inner:
             return None
         schema = inner[0]
     return schema
 
 
-def _paths(schema: type[BaseModel], prefix: str = "") -> list[str]:
+def dotted_keys(schema: type[BaseModel], prefix: str = "") -> list[str]:
     """Every dotted key of a schema."""
     found = []
     for name, field in schema.model_fields.items():
         found.append(prefix + name)
-        for inner in _models_in(field.annotation):
-            found += _paths(inner, f"{prefix}{name}.")
+        for inner in models_in(field.annotation):
+            found += dotted_keys(inner, f"{prefix}{name}.")
     return found

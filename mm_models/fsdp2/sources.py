@@ -17,10 +17,17 @@ from mm_models.config.fsdp2 import RunConfig
 from mm_models.config.model import ModelConfig, load_model_config
 from mm_models.config.strict import load_json
 from mm_models.errors import UserError, nearest
+from mm_models.weights import mmfolder
+from mm_models.weights.dcp import folder as dcp_folder
+from mm_models.weights.dcp import layouts
 from mm_models.weights.hffolder import CONFIG, is_hf_folder
-from mm_models.weights.mmfolder import MANIFEST, RELEASE, TRACKER, iteration_name
+from mm_models.weights.sources import HELD_LAYOUTS, kind_of
 
-METADATA = ".metadata"
+KINDS = {"hf": "Hugging Face folder", "dcp": "DCP checkpoint", "mm": "checkpoint of the Megatron target"}
+EXPECTED = {
+    "hf": f"{CONFIG} and safetensors",
+    "dcp": f".metadata, or the folder above it with {mmfolder.TRACKER}",
+}
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "merges.txt")
 STATE_OF_TOKENIZER = ("truncation", "padding")
 """Keys of tokenizer.json that the last user left there."""
@@ -28,9 +35,9 @@ STATE_OF_TOKENIZER = ("truncation", "padding")
 
 @dataclass(frozen=True, kw_only=True)
 class Source:
-    """Where weights come from. `kind` is scratch, hf, dcp or megatron; `folder` is the one with the files, None from scratch.
+    """Where weights come from. `kind` is scratch, hf, dcp or mm; `folder` is the one with the files, None from scratch.
 
-    `expert_layout` is what the folder's manifest says, None where nothing says it.
+    `expert_layout` is how a DCP folder holds experts, None for any other kind.
     """
 
     kind: str
@@ -41,8 +48,7 @@ class Source:
     def describe(self) -> str:
         if self.kind == "scratch":
             return "random, training.from_scratch is true"
-        names = {"hf": "Hugging Face folder", "dcp": "DCP checkpoint", "megatron": "checkpoint of the Megatron target"}
-        return f"{names[self.kind]} {self.folder}"
+        return f"{KINDS[self.kind]} {self.folder}"
 
 
 def read_model(config: RunConfig) -> tuple[Family, ModelConfig, Mapping[str, Any]]:
@@ -75,33 +81,37 @@ def find_source(config: RunConfig) -> Source:
     where = "training.load" if training.load else "model.model_name_or_path (training.load is null)"
     path = Path(training.load or config.model.model_name_or_path)
     _require_folder(path, where)
-    asked = training.load_format
-    if asked in ("hf", "auto") and is_hf_folder(path) and any(path.glob("*.safetensors")):
-        return Source(kind="hf", path=str(path), folder=path)
-    folder = checkpoint_folder(path)
-    if asked in ("dcp", "auto") and (folder / METADATA).is_file():
-        return Source(kind="dcp", path=str(path), folder=folder, expert_layout=_manifest(folder).get("expert_layout"))
-    if asked == "auto" and (folder / MANIFEST).is_file():
-        return Source(kind="megatron", path=str(path), folder=folder)
-    expected = {
-        "hf": f"a Hugging Face folder ({CONFIG} and safetensors)",
-        "dcp": f"a DCP checkpoint ({METADATA}), or its parent with {TRACKER}",
-        "auto": f"a Hugging Face folder, a DCP checkpoint or its parent with {TRACKER}",
-    }[asked]
-    raise UserError(f"{where}: {path} is not {expected} (load_format {asked}); it holds {_content(path)}.")
+    kind, asked = kind_of(path), training.load_format
+    if asked not in ("auto", kind):
+        raise UserError(
+            f"{where}: {path} is not a {KINDS[asked]} (load_format {asked}): {EXPECTED[asked]} expected, it holds {_content(path)}."
+        )
+    try:
+        folder = {"hf": Path, "dcp": dcp_folder.resolve, "mm": mmfolder.resolve}[kind](path)
+    except UserError as error:
+        raise UserError(f"{where}: {error}") from error
+    layout = _dcp_layout(folder, config.model.expert_layout) if kind == "dcp" else None
+    return Source(kind=kind, path=str(path), folder=folder, expert_layout=layout)
 
 
-def checkpoint_folder(path: Path) -> Path:
-    """The folder with the files: `path` itself, or the one that the tracker in it names."""
-    if (path / METADATA).is_file() or (path / MANIFEST).is_file() or not (path / TRACKER).is_file():
-        return path
-    text = (path / TRACKER).read_text(encoding="utf-8").strip()
-    if text != RELEASE and not text.isdecimal():
-        raise UserError(f"{path / TRACKER}: says {text!r}, expected {RELEASE!r} or an iteration number.")
-    folder = path / (RELEASE if text == RELEASE else iteration_name(int(text)))
-    if not folder.is_dir():
-        raise UserError(f"{path}: {folder.name} is not there, but {TRACKER} names it. It holds {_content(path)}.")
-    return folder
+def _dcp_layout(folder: Path, asked: str | None) -> str:
+    """How a DCP folder holds experts: its manifest says, else the file, else the variable. Refused: what no model can hold."""
+    manifest = load_json(folder / mmfolder.MANIFEST) if (folder / mmfolder.MANIFEST).is_file() else {}
+    found, said = manifest.get("expert_layout"), "its manifest says so"
+    if found is None:
+        found = layouts.declared(asked)
+        said = "model.expert_layout says so" if asked else f"{layouts.VARIABLE} says so; the folder has no manifest"
+    if found not in HELD_LAYOUTS:
+        raise UserError(
+            f"{folder}: experts are {found} ({said}), and the model holds {' or '.join(HELD_LAYOUTS)}. If they lie otherwise, set "
+            f"model.expert_layout. {layouts.reconvert(folder, have=found)}"
+        )
+    if asked not in (None, found):
+        raise UserError(
+            f"{folder}: experts are {found} ({said}), but model.expert_layout is {asked}. Set it to {found}, or "
+            f"{layouts.reconvert(folder, asked, have=found)}"
+        )
+    return found
 
 
 def check_paths(config: RunConfig, family: Family, model: ModelConfig, source: Source) -> None:
@@ -164,10 +174,6 @@ def _distinct(folders: list[Path], *, beside: Path) -> list[Path]:
     found = {folder.resolve(): folder for folder in folders if folder.is_dir()}
     found.pop(beside.resolve(), None)
     return list(found.values())
-
-
-def _manifest(folder: Path) -> Mapping[str, Any]:
-    return load_json(folder / MANIFEST) if (folder / MANIFEST).is_file() else {}
 
 
 def _require_folder(path: Path, where: str) -> None:

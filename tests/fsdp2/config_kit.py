@@ -28,6 +28,7 @@ def folders(root: Path, hf_config: Mapping[str, Any]) -> Path:
     (dcp / "latest_checkpointed_iteration.txt").write_text("release")
     (dcp / "release").mkdir()
     (dcp / "release" / ".metadata").write_bytes(b"")
+    (dcp / "release" / "manifest.json").write_text('{"expert_layout": "stacked_hf"}')
     (root / "data").mkdir()
     (root / "data" / "mllm_format_llava_instruct_data.json").write_text("[]")
     return root

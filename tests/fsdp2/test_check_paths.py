@@ -10,6 +10,7 @@ import pytest
 
 from mm_models.errors import UserError
 from mm_models.fsdp2 import sources
+from mm_models.weights.mmfolder import TRACKER
 from tests.fsdp2.config_kit import run_config, tiny_folders
 
 DCP, HF = "ckpt/mm_path/GLM-4.5V", "ckpt/hf_path/GLM-4.5V"
@@ -106,25 +107,32 @@ def test_folders_that_are_not_there(here):
 def test_the_parent_or_the_folder_itself(here):
     for load in (DCP, f"{DCP}/release"):
         found = judge({"training.load": load})
-        assert (found.kind, found.folder, found.expert_layout) == ("dcp", Path(DCP, "release"), None)
-    Path(DCP, "iter_0000007").mkdir()
-    Path(DCP, "iter_0000007", ".metadata").write_bytes(b"")
-    Path(DCP, "iter_0000007", "manifest.json").write_text('{"expert_layout": "stacked"}')
-    Path(DCP, sources.TRACKER).write_text("7\n")
+        assert (found.kind, found.folder, found.expert_layout) == ("dcp", Path(DCP, "release"), "stacked_hf")
+    _iteration(7, "stacked")
     found = judge()
     assert (found.folder, found.expert_layout) == (Path(DCP, "iter_0000007"), "stacked")
 
 
+def _iteration(number: int, layout: str) -> None:
+    folder = Path(DCP, f"iter_{number:07d}")
+    folder.mkdir()
+    (folder / ".metadata").write_bytes(b"")
+    (folder / "manifest.json").write_text(json.dumps({"expert_layout": layout}))
+    Path(DCP, TRACKER).write_text(f"{number}\n")
+
+
 def test_a_tracker_that_leads_nowhere(here):
-    Path(DCP, sources.TRACKER).write_text("12")
-    refused("iter_0000012 is not there, but latest_checkpointed_iteration.txt names it. It holds")
-    Path(DCP, sources.TRACKER).write_text("latest")
+    Path(DCP, TRACKER).write_text("12")
+    refused(
+        "training.load: ckpt/mm_path/GLM-4.5V: iter_0000012 is not there, but latest_checkpointed_iteration.txt names it"
+    )
+    Path(DCP, TRACKER).write_text("latest")
     refused("says 'latest', expected 'release' or an iteration number")
-    Path(DCP, sources.TRACKER).unlink()
-    refused(f"training.load: {DCP} is not a DCP checkpoint (.metadata), or its parent with {sources.TRACKER}")
-    Path(DCP, sources.TRACKER).write_text("release")
+    Path(DCP, TRACKER).unlink()
+    refused(f"neither .metadata nor {TRACKER} there")
+    Path(DCP, TRACKER).write_text("release")
     Path(DCP, "release/.metadata").unlink()
-    refused("is not a DCP checkpoint")
+    refused("is not a DCP checkpoint (load_format dcp): .metadata, or the folder above it with")
 
 
 def test_load_format_must_agree_with_the_folder(here):
@@ -134,17 +142,37 @@ def test_load_format_must_agree_with_the_folder(here):
     assert judge({**hf, "training.load_format": "auto"}).kind == "hf"
     assert judge({"training.load_format": "auto"}).kind == "dcp"
     refused("is not a DCP checkpoint", hf)
-    refused("is not a Hugging Face folder (config.json and safetensors)", {"training.load_format": "hf"})
+    refused(
+        "is not a Hugging Face folder (load_format hf): config.json and safetensors", {"training.load_format": "hf"}
+    )
     Path("mm/release").mkdir(parents=True)
     Path("mm/release/manifest.json").write_text("{}")
-    Path("mm", sources.TRACKER).write_text("release")
-    assert judge({"training.load": "mm", "training.load_format": "auto"}).kind == "megatron"
-    refused("it holds nothing", {"training.load": _empty("nothing"), "training.load_format": "auto"})
+    Path("mm", TRACKER).write_text("release")
+    assert judge({"training.load": "mm", "training.load_format": "auto"}).kind == "mm"
+    Path("nothing").mkdir()
+    refused("it holds nothing", {"training.load": "nothing"})
+    refused("training.load: nothing: empty", {"training.load": "nothing", "training.load_format": "auto"})
 
 
-def _empty(name: str) -> str:
-    Path(name).mkdir()
-    return name
+def test_how_a_dcp_folder_holds_experts_is_declared(here, monkeypatch):
+    """X8, X26: by its manifest, else by the file or the published variable; what no model can hold is refused with the command."""
+    _iteration(7, "flat")
+    refused("experts are flat (its manifest says so), and the model holds stacked_hf or stacked")
+    refused("Convert it: mm-convert dcp_to_hf --dcp ckpt/mm_path/GLM-4.5V/iter_0000007")
+    _iteration(8, "stacked")
+    refused(
+        "experts are stacked (its manifest says so), but model.expert_layout is stacked_hf. Set it to stacked",
+        {"model.expert_layout": "stacked_hf"},
+    )
+    Path(DCP, "iter_0000008/manifest.json").unlink()
+    monkeypatch.delenv("GLM4V_DCP_3D", raising=False)
+    refused("experts are flat (GLM4V_DCP_3D says so; the folder has no manifest)")
+    assert judge({"model.expert_layout": "stacked_hf"}).expert_layout == "stacked_hf"
+    monkeypatch.setenv("GLM4V_DCP_3D", "1")
+    assert judge().expert_layout == "stacked"
+    refused("GLM4V_DCP_3D=1 means expert layout stacked", {"model.expert_layout": "stacked_hf"})
+    monkeypatch.setenv("GLM4V_DCP_3D", "true")
+    refused("it takes 1")
 
 
 def test_starting_without_load(here):
@@ -153,5 +181,5 @@ def test_starting_without_load(here):
     assert (scratch.kind, scratch.folder) == ("scratch", None) and "random" in scratch.describe()
     own = {"training.load": None, "training.init_model_with_meta_device": False, "training.load_format": "hf"}
     refused("model.model_name_or_path (training.load is null): ckpt/mm_path/GLM-4.5V is not a Hugging Face folder", own)
-    Path(DCP, "model.safetensors").write_bytes(b"")
-    assert judge(own).kind == "hf"
+    Path(HF, "model.safetensors").write_bytes(b"")
+    assert judge({**own, "model.model_name_or_path": HF}).kind == "hf"

@@ -276,3 +276,15 @@ def test_platform_and_environment_are_said(here, monkeypatch):
     assert not any("NON_MEGATRON" in line for line in made().lines)
     assert "checkpoints: none, training.save is null" in made({"training.save": None}).lines
     refused("Runs: model.attn_implementation=sdpa", {"model.attn_implementation": "eager"})
+
+
+def test_the_debug_file_on_one_process(tmp_path, monkeypatch):
+    """E21: every size 1, `ep_plan` and `fsdp_plan` left in: they are resolved and kept."""
+    monkeypatch.chdir(tiny_folders(tmp_path))
+    (tmp_path / "build/quickstart").mkdir(parents=True)
+    for old, new in {"ckpt/hf_path/GLM-4.5V": "hf", "ckpt/mm_path/GLM-4.5V": "dcp", "data": "data"}.items():
+        (tmp_path / old).rename(tmp_path / "build/quickstart" / new)
+    (tmp_path / "build/quickstart/data/train.json").write_text("[]")
+    found = plan(load_config(SEED.with_name("glm4_5v_debug.yaml")), 1, "cpu")
+    assert (found.sizes.shard, found.sizes.ep, found.sizes.ep_fsdp, found.global_batch_size) == (1, 1, 1, 1)
+    assert len(found.plans.ep) == 3 and found.plans.fsdp and found.source.kind == "dcp"

@@ -37,6 +37,9 @@ class FsdpPlan(StrictModel):
     num_to_forward_prefetch: Annotated[int, Field(ge=0)] = 0
     num_to_backward_prefetch: Annotated[int, Field(ge=0)] = 0
     cpu_offload: bool = False
+    defer_gradient_reduce: bool = True
+    """Under gradient accumulation, exchange gradients once a step: every rank keeps its whole gradient until then. false exchanges
+    them after every micro-batch and keeps nothing whole."""
 
 
 class EpPlan(StrictModel):

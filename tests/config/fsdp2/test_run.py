@@ -6,7 +6,7 @@ import pytest
 import yaml
 
 from mm_models.config.fsdp2 import RunConfig, load_config, resolved
-from mm_models.config.strict import _paths
+from mm_models.config.strict import dotted_keys
 from mm_models.errors import UserError
 from tests.config.fsdp2.kit import SEED, changed
 
@@ -249,7 +249,7 @@ def test_an_override_cannot_hang_below_a_word(tmp_path):
 def test_every_key_can_be_overridden_by_its_resolved_value():
     """Each of the schema's keys exists under the name that is printed, and its printed value is accepted on the command line."""
     config = load_config(SEED)
-    for key in _paths(RunConfig):
+    for key in dotted_keys(RunConfig):
         value = config
         for name in key.split("."):
             value = getattr(value, name)
@@ -274,5 +274,5 @@ def test_the_resolved_configuration_is_read_back_equal(tmp_path):
 
 def test_the_resolved_configuration_holds_every_key():
     text = resolved(load_config(SEED))
-    for key in _paths(RunConfig):
+    for key in dotted_keys(RunConfig):
         assert f"{key.rsplit('.', 1)[-1]}:" in text, key
