@@ -131,7 +131,7 @@ def _wrap(
         shard_placement_fn=(lambda _: Shard(1)) if experts else None,
         mp_policy=MixedPrecisionPolicy(
             param_dtype=None if reduced else policy.param_dtype,
-            reduce_dtype=policy.reduce_dtype,
+            reduce_dtype=policy.reduce_dtype or torch.float32,  # None would be param_dtype
             output_dtype=policy.output_dtype if root else None,
             cast_forward_inputs=False,
         ),
@@ -148,7 +148,7 @@ def _groups(model: nn.Module) -> Iterable[FSDPModule]:
     return (module for module in model.modules() if isinstance(module, FSDPModule))
 
 
-def last_backward(model: nn.Module, last: bool) -> None:
-    """Before a micro-batch: whether its backward exchanges gradients. Before the last one each rank adds up its own, whole."""
+def exchange_gradients(model: nn.Module, now: bool) -> None:
+    """Before a micro-batch: whether its backward exchanges gradients; where it does not, each rank adds up its own, whole."""
     if isinstance(model, FSDPModule):
-        model.set_requires_gradient_sync(last)
+        model.set_requires_gradient_sync(now)

@@ -2,7 +2,7 @@
 
 Loss, labelled tokens and gradient norm are agreed by all ranks, so every rank takes the same decision: an all-empty step is
 skipped (counted, with the sample ids), a non-finite loss or norm stops the run naming step and ranks. Gradients are exchanged
-in the backward pass of the last micro-batch alone; before, each rank adds up its own.
+in the backward pass of the last micro-batch alone, unless `defer_gradient_reduce` is false.
 """
 
 from __future__ import annotations
@@ -53,9 +53,9 @@ def train_step(
 def _forward_backward(session: Session, model: torch.nn.Module, step: StepBatches) -> float:
     """The step's loss, the same on every rank; gradients lie on the parameters."""
     total = torch.zeros((), dtype=torch.float64, device=session.device)
+    exchanged_always = not session.plan.config.parallel.fsdp_plan.defer_gradient_reduce
     for micro in step.micro:
-        last = micro.index == len(step.micro) - 1
-        sharding.last_backward(model, last)
+        sharding.exchange_gradients(model, exchanged_always or micro.index == len(step.micro) - 1)
         session.position.at("forward", micro_batch=micro.index)
         loss = micro.loss(model(micro.data))
         session.position.at("backward", micro_batch=micro.index)

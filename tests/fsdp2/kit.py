@@ -112,7 +112,7 @@ def backward(model: nn.Module, data: list[dict], factor: float = 1.0) -> torch.T
     """Forward and backward of this rank's micro-batches as one step; the sum of their losses, gradients completed."""
     total = torch.zeros(())
     for index, part in enumerate(data):
-        sharding.last_backward(model, index == len(data) - 1)
+        sharding.exchange_gradients(model, index == len(data) - 1)
         loss = model(part) * factor
         loss.backward()
         total += loss.detach()
