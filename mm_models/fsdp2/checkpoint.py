@@ -7,12 +7,14 @@ anew and everything else is carried. Writing is in `checkpoint_save`.
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from mm_models.config.strict import load_json
 from mm_models.errors import UserError
 from mm_models.fsdp2 import assembly, schedule_lr, weights
 from mm_models.fsdp2.optimizer import Optimizer
@@ -21,9 +23,12 @@ from mm_models.fsdp2.session import Session, seed
 from mm_models.fsdp2.validation import RunPlan
 from mm_models.train import log, rng
 from mm_models.train.progress import Progress
+from mm_models.weights.mmfolder import MANIFEST
 
 TRAINER_FILE = "trainer.pt"
 """Beside the tensors of an iteration: position, schedule, random states, configuration, as plain data."""
+SOURCE_KIND = "training"
+"""What the manifest of a checkpoint says that a run wrote."""
 FREE = {
     "training": {
         "load", "load_format", "load_strict", "allow_missing", "ignore_unexpected", "from_scratch", "no_load_optim",
@@ -37,10 +42,22 @@ FREE = {
 
 
 def trainer_file(plan: RunPlan) -> Path | None:
-    """The trainer file of the checkpoint that the run resumes from; None where it only takes weights."""
-    if plan.source.kind != "dcp" or not (plan.source.folder / TRAINER_FILE).is_file():
+    """The trainer file of the checkpoint that the run resumes from; None where it only takes weights.
+
+    A checkpoint that a run of this target wrote must have one: without it the run would start again at the first sample.
+    """
+    if plan.source.kind != "dcp":
         return None
-    return plan.source.folder / TRAINER_FILE
+    folder = plan.source.folder
+    if (folder / TRAINER_FILE).is_file():
+        return folder / TRAINER_FILE
+    manifest = load_json(folder / MANIFEST) if (folder / MANIFEST).is_file() else {}
+    if manifest.get("source", {}).get("kind") == SOURCE_KIND:
+        raise UserError(
+            f"{folder / TRAINER_FILE}: missing, so optimizer, schedule and data position are lost. Restore it, use another "
+            "iteration, or take the weights alone through mm-convert dcp_to_hf."
+        )
+    return None
 
 
 def check_source(plan: RunPlan) -> None:
@@ -124,7 +141,10 @@ def restore_rng(session: Session, state: Progress) -> None:
 
 
 def _load(file: Path) -> dict:
-    return torch.load(file, weights_only=True, map_location="cpu")
+    try:
+        return torch.load(file, weights_only=True, map_location="cpu")
+    except (RuntimeError, EOFError, pickle.UnpicklingError) as error:
+        raise UserError(f"{file}: damaged ({error}). Restore it, or use another iteration.") from error
 
 
 def _changed(saved: Mapping, now: Mapping) -> list[str]:

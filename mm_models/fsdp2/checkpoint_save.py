@@ -26,7 +26,7 @@ import torch.distributed as dist
 
 from mm_models.config.fsdp2 import resolved
 from mm_models.fsdp2 import assembly, schedule_lr
-from mm_models.fsdp2.checkpoint import TRAINER_FILE
+from mm_models.fsdp2.checkpoint import SOURCE_KIND, TRAINER_FILE
 from mm_models.fsdp2.shards import Shard, shards
 from mm_models.train import agree, log, rng
 from mm_models.train.progress import Progress
@@ -176,7 +176,11 @@ class Saver:
             model=plan.model,
             expert_layout=plan.expert_layout,
             iteration=state.iteration,
-            source={"kind": "training", "iteration": state.iteration, "consumed_train_samples": state.consumed_samples},
+            source={
+                "kind": SOURCE_KIND,
+                "iteration": state.iteration,
+                "consumed_train_samples": state.consumed_samples,
+            },
         )
         final = mmfolder.publish(writing.tmp)
         self._retire(final)

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
-
 import torch
 from torch.distributed.tensor import DTensor
 
 from mm_models.config.fsdp2.features import Features
 from mm_models.fsdp2 import assembly, sharding
-from mm_models.fsdp2.features import offload, recompute
+from mm_models.fsdp2.features import determinism, offload, recompute
 from mm_models.fsdp2.features.stores import PinnedStore, SpillFileStore
 from mm_models.fsdp2.optimizer import Optimizer
 from mm_models.fsdp2.session import Session
@@ -20,6 +18,11 @@ from mm_models.train import log
 from mm_models.train.batches import StepBatches
 
 DTYPES = {None: None, "fp32": torch.float32, "bf16": torch.bfloat16}
+
+
+def make_deterministic(plan: RunPlan) -> list[str]:
+    """Deterministic mode where it is asked for, before the first collective; lines to print."""
+    return determinism.enable(plan.platform) if plan.config.training.use_deter_comp else []
 
 
 def build(session: Session) -> torch.nn.Module:
@@ -68,13 +71,6 @@ def _policy(plan: RunPlan) -> sharding.Policy:
         cpu_offload=asked.cpu_offload,
         ignored=plan.plans.ignored,
     )
-
-
-def profiling(session: Session) -> AbstractContextManager:
-    """The profiler and memory snapshot of `tools`; `step()` after every iteration."""
-    import types
-
-    return nullcontext(types.SimpleNamespace(step=lambda: None))
 
 
 def flops(plan: RunPlan, step: StepBatches) -> float | None:

@@ -16,6 +16,7 @@ from mm_models.data.loader import build_loader
 from mm_models.fsdp2 import checkpoint, schedule_lr, start
 from mm_models.fsdp2 import session as sessions
 from mm_models.fsdp2.checkpoint_save import Saver
+from mm_models.fsdp2.features.profiler import Tools
 from mm_models.fsdp2.optimizer import Optimizer
 from mm_models.fsdp2.schedule_lr import Schedule
 from mm_models.fsdp2.session import Session
@@ -36,18 +37,20 @@ class Trainer:
     optimizer: Optimizer
     schedule: Schedule
 
-    def next_rate(self) -> float:
-        """The learning rate of the next step."""
-        return schedule_lr.learning_rate(self.optimizer.steps, self.schedule)
+    def next_rate(self, state: Progress) -> float:
+        """The learning rate of the step after `state`. The schedule counts the run's steps: an optimizer that starts anew in the
+        middle of a run does not start it again."""
+        return schedule_lr.learning_rate(state.steps, self.schedule)
 
 
 def train(plan: RunPlan) -> None:
     """Train as `plan` says. Raises `UserError` for the user's mistakes and `StoppedBySignal` after a clean stop."""
     checkpoint.check_source(plan)
+    lines = start.make_deterministic(plan)
     session = sessions.start(plan)
     signals = Signals()
     with watch.Watchdog(session, seconds=60.0 * plan.config.training.distributed_timeout_minutes):
-        log.say(session.rank, *plan.lines)
+        log.say(session.rank, *plan.lines, *lines)
         trainer, state = set_up(session)
         run(trainer, state, signals)
     torch.distributed.barrier()
@@ -83,11 +86,11 @@ def run(trainer: Trainer, state: Progress, signals: Signals) -> None:
     )
     saver = Saver(trainer) if training.save else None
     stop = None
-    with start.profiling(session) as profile:
+    with Tools(session.plan.config.tools, rank=session.rank, device=session.device) as tools:
         for iteration in range(state.iteration + 1, training.train_iters + 1):
             session.position.step = iteration
+            tools.step(iteration)
             state = one_iteration(trainer, state, loader, journal)
-            profile.step()
             session.position.at("agreeing to go on")
             stop = signals.agreed(session.device)
             leaving = (
@@ -122,7 +125,7 @@ def run(trainer: Trainer, state: Progress, signals: Signals) -> None:
 def one_iteration(trainer: Trainer, state: Progress, loader, journal: log.Journal) -> Progress:
     """Read, step, report. Returns how far the run has come then."""
     session, plan = trainer.session, trainer.session.plan
-    began, rate = time.perf_counter(), trainer.next_rate()
+    began, rate = time.perf_counter(), trainer.next_rate(state)
     session.position.at("reading data")
     step = batches.gather_step(
         loader, count=plan.num_microbatches, loss_type=plan.loss_type, counts=True, device=session.device
@@ -143,7 +146,7 @@ def _report(
         consumed_samples=state.consumed_samples,
         seconds=seconds,
         learning_rate=rate,
-        next_learning_rate=trainer.next_rate(),
+        next_learning_rate=trainer.next_rate(state),
         global_batch_size=plan.global_batch_size,
         loss=result.loss,
         grad_norm=result.grad_norm,

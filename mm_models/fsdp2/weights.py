@@ -13,12 +13,12 @@ import torch.distributed as dist
 
 from mm_models.fsdp2.session import Session
 from mm_models.fsdp2.shards import Shard, shards
+from mm_models.fsdp2.sources import KINDS
 from mm_models.fsdp2.validation import RunPlan
 from mm_models.train import agree, log
 from mm_models.weights import live_shards
 from mm_models.weights.live_shards import LiveShard, LoadReport
 
-KINDS = {"hf": "Hugging Face folder", "dcp": "DCP checkpoint", "mm": "checkpoint of the Megatron target"}
 AT_A_TIME = 1 << 30
 """Bytes rank 0 holds at most while it reads for the others, one tensor excepted."""
 SENT = 64 << 20

@@ -16,6 +16,11 @@ class Progress:
     skipped: int = 0
     rng: tuple[Mapping, ...] | None = None
 
+    @property
+    def steps(self) -> int:
+        """Optimizer steps taken: what the learning-rate schedule counts."""
+        return self.iteration - self.skipped
+
     def after(self, *, samples: int, skipped: bool) -> Progress:
         """One iteration further."""
         return replace(
