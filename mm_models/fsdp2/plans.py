@@ -60,8 +60,6 @@ def resolve_plans(config: RunConfig, shape: Outline) -> Plans:
     _check_are_experts(ep, shape)
     recompute = modules(features.recompute_plan.apply_modules, "features.recompute_plan.apply_modules")
     offload = modules(features.activation_offload_plan.apply_modules, "features.activation_offload_plan.apply_modules")
-    _refuse_nested(recompute, "features.recompute_plan.apply_modules")
-    _refuse_nested(offload, "features.activation_offload_plan.apply_modules")
     return Plans(
         fsdp=fsdp,
         ignored=ignored,
@@ -71,12 +69,6 @@ def resolve_plans(config: RunConfig, shape: Outline) -> Plans:
         freeze=_frozen(config.model.freeze, shape),
         parameters=len(shape.parameters),
     )
-
-
-def _refuse_nested(names: Sequence[str], where: str) -> None:
-    for name in names:
-        if outer := [other for other in names if name.startswith(f"{other}.")]:
-            raise UserError(f"{where}: {name} is inside {outer[0]}, which is named too. Keep one of them.")
 
 
 def _check_are_experts(names: Sequence[str], shape: Outline) -> None:

@@ -20,6 +20,7 @@ from mm_models.config.model import ModelConfig
 from mm_models.data.rows import find_file
 from mm_models.errors import UserError
 from mm_models.fsdp2 import sources
+from mm_models.fsdp2.features import determinism, profiler
 from mm_models.fsdp2.mesh import Sizes
 from mm_models.fsdp2.outline import Outline, outline
 from mm_models.fsdp2.plans import Plans, resolve_plans
@@ -64,6 +65,9 @@ def plan(config: RunConfig, world: int, platform: str) -> RunPlan:
     plugins = load_plugins(config.training.plugin)
     _check_ids(config)
     choices = check_platform(config, platform)
+    profiler.check(config.tools, device_type=platform, world=world)
+    if config.training.use_deter_comp:
+        determinism.check(platform)
     family, model, hf_config = sources.read_model(config)
     source = sources.find_source(config)
     sources.check_paths(config, family, model, source)

@@ -210,10 +210,20 @@ def test_wrong_names_in_every_plan(here):
         {ep: [f"{LAYERS}.{{*}}.mlp"]},
     )
     refused(f"Name modules such as {LAYERS}.1.mlp.experts", {ep: ["lm_head"]})
-    refused(
-        f"{LAYERS}.0.mlp is inside {LAYERS}.0, which is named too",
-        {"features.recompute_plan.apply_modules": [f"{LAYERS}.{{0}}", f"{LAYERS}.{{0}}.mlp"]},
-    )
+
+
+def test_tools_are_judged_for_the_platform(here, monkeypatch):
+    """E19: only what is enabled; ranks must exist; an environment that contradicts determinism is refused."""
+    on = {"tools.profile.enable": True}
+    refused("tools.profile.static_param.level=null", on)
+    plain = {**on, "tools.profile.static_param.level": None}
+    assert "profiler: ranks [0], traces in ./profiling" in made(plain).lines
+    assert made(on, platform="npu") and made()
+    refused("rank 4 of [4] does not exist; there are 2", {**plain, "tools.profile.ranks": [4]}, world=2)
+    assert made({**plain, "tools.profile.ranks": [-1]}, world=2)
+    monkeypatch.setenv("HCCL_DETERMINISTIC", "false")
+    refused("HCCL_DETERMINISTIC", {"training.use_deter_comp": True}, platform="npu")
+    assert made({"training.use_deter_comp": True})
 
 
 def test_freezing(here):

@@ -23,7 +23,7 @@ def check_platform(config: RunConfig, platform: str) -> list[str]:
     return [
         _attention(config.model.attn_implementation, platform),
         *_experts(config.parallel.ep_plan.use_npu_fused_ops, platform),
-        *_tools(config, platform),
+        *_tools(config),
         *_idle(config, platform),
     ]
 
@@ -60,23 +60,13 @@ def _experts(asked: bool | None, platform: str) -> list[str]:
     return [f"experts: npu variants of {', '.join(have)} (parallel.ep_plan.use_npu_fused_ops {_yaml(asked)})"]
 
 
-def _tools(config: RunConfig, platform: str) -> list[str]:
+def _tools(config: RunConfig) -> list[str]:
     profile, memory = config.tools.profile, config.tools.memory_profile
-    level = profile.static_param.level
-    if profile.enable and platform != "npu" and level is not None:
-        raise UserError(
-            f"tools.profile.static_param.level: {level} is a depth of NPU traces, and this is {platform}. "
-            "Runs: tools.profile.static_param.level=null"
-        )
-    if memory.enable and platform == "cpu":
-        raise UserError(
-            "tools.memory_profile.enable: true, but torch records no allocations on cpu. Runs: tools.memory_profile.enable=false"
-        )
     lines = []
     if profile.enable:
         lines.append(f"profiler: ranks {profile.ranks}, traces in {profile.static_param.save_path}")
     if memory.enable:
-        lines.append(f"memory snapshot: ranks {memory.dump_ranks}, in {memory.save_path}")
+        lines.append(f"memory record: ranks {memory.dump_ranks}, in {memory.save_path}")
     return lines
 
 

@@ -6,10 +6,11 @@ from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
-from mm_models.config.fsdp2.kinds import Count, Natural, Text, only
+from mm_models.config.fsdp2.kinds import Count, Text, only
 from mm_models.config.strict import StrictModel
 
-Ranks = Annotated[list[Natural], Field(min_length=1)]
+Ranks = Annotated[list[Annotated[int, Field(ge=-1)]], Field(min_length=1)]
+"""Ranks that record; [-1] is all of them."""
 
 
 class Window(StrictModel):

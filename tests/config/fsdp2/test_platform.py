@@ -55,15 +55,12 @@ def test_fused_expert_ops(monkeypatch):
         check_platform(asked, "cpu")
 
 
-def test_the_profiler_level_is_for_npu_and_only_when_enabled():
-    """E19: the published block is accepted while it is off."""
-    assert check_platform(load_config(SEED), "cpu")
-    on = load_config(SEED, ["tools.profile.enable=true"])
-    assert any("./profiling" in line for line in check_platform(on, "npu"))
-    with pytest.raises(UserError, match=r"Runs: tools\.profile\.static_param\.level=null"):
-        check_platform(on, "cuda")
-    plain = load_config(SEED, ["tools.profile.enable=true", "tools.profile.static_param.level=null"])
-    assert any(line.startswith("profiler: ranks [0]") for line in check_platform(plain, "cpu"))
+def test_what_is_recorded_is_said():
+    assert not any("profiler" in line or "memory record" in line for line in check_platform(load_config(SEED), "npu"))
+    on = load_config(SEED, ["tools.profile.enable=true", "tools.memory_profile.enable=true"])
+    lines = check_platform(on, "npu")
+    assert "profiler: ranks [0], traces in ./profiling" in lines
+    assert "memory record: ranks [0], in ./memory_snapshot" in lines
 
 
 def test_what_is_without_effect_is_said_once():
