@@ -29,7 +29,7 @@ class MoE(nn.Module):
 
     def __init__(self, gate: Router, experts: Experts, shared_experts: nn.Module, *, dispatch: str = "alltoall"):
         super().__init__()
-        self.gate, self.experts, self.shared_experts, self.dispatch = gate, experts, shared_experts, dispatch
+        self.experts, self.gate, self.shared_experts, self.dispatch = experts, gate, shared_experts, dispatch
         self.ep_group: dist.ProcessGroup | None = None
         self.replay: Replay | None = None
 
