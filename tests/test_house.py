@@ -23,10 +23,18 @@ FAMILY = re.compile(r"glm|qwen", re.IGNORECASE)
 
 @pytest.mark.parametrize(
     "path",
-    ["pretrain_vlm.py", *(str(p.relative_to(ROOT)) for p in sorted((ROOT / "mm_models" / "mcore").glob("*.py")))],
+    [
+        "pretrain_vlm.py",
+        "pretrain_fsdp2.py",
+        *(
+            str(p.relative_to(ROOT))
+            for folder in ("mcore", "fsdp2", "train")
+            for p in sorted((ROOT / "mm_models" / folder).rglob("*.py"))
+        ),
+    ],
 )
-def test_target_and_entry_script_name_no_family(path):
-    """A model is assembled from model.json by lookups alone."""
+def test_targets_and_entry_scripts_name_no_family(path):
+    """A model is assembled by lookups alone."""
     found = [line for line in (ROOT / path).read_text().splitlines() if FAMILY.search(line)]
     assert not found, found
 
@@ -64,9 +72,17 @@ def test_import_contracts():
 
 
 @pytest.mark.parametrize(
-    "module", ["mm_models.cli.convert", "mm_models.cli.models", "mm_models.weights.verbs", "mm_models.data.loader"]
+    "module",
+    [
+        "mm_models.cli.convert",
+        "mm_models.cli.models",
+        "mm_models.weights.verbs",
+        "mm_models.data.loader",
+        "mm_models.fsdp2.training",
+        "specs.glm4v_moe.fsdp2",
+    ],
 )
-def test_conversion_and_data_never_load_megatron(module):
+def test_conversion_data_and_fsdp2_never_load_megatron(module):
     code = f"import sys, {module}; print('megatron' in sys.modules)"
     assert (
         subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip()
