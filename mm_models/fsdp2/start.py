@@ -15,7 +15,7 @@ from mm_models.fsdp2.validation import RunPlan
 from mm_models.ops import choose
 from mm_models.registry import table
 from mm_models.train import log
-from mm_models.train.batches import StepBatches
+from mm_models.weights import model_map
 
 DTYPES = {None: None, "fp32": torch.float32, "bf16": torch.bfloat16}
 
@@ -73,8 +73,12 @@ def _policy(plan: RunPlan) -> sharding.Policy:
     )
 
 
-def flops(plan: RunPlan, step: StepBatches) -> float | None:
-    return None
+def frozen_parts(plan: RunPlan, optimizer: Optimizer) -> frozenset[str]:
+    """The sections of the model (vision_encoder, ...) of which nothing trains."""
+    trained = {piece.name for piece in optimizer.pieces}
+    tensors = model_map.build(plan.model, plan.family.prefixes).hf(plan.expert_layout)
+    sections = {name: tensor.section for name, tensor in tensors.items()}
+    return frozenset(sections.values()) - {sections[name] for name in trained}
 
 
 def report(session: Session, model: torch.nn.Module, optimizer: Optimizer) -> None:

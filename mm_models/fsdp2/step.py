@@ -21,21 +21,23 @@ from mm_models.train.batches import StepBatches, warn_empty
 
 @dataclass(frozen=True, kw_only=True)
 class StepResult:
-    """What a step did. `loss` and `grad_norm` are None when it was skipped; both are the same number on every rank."""
+    """What a step did. `loss`, `grad_norm` and `flops` (of all ranks) are None when it was skipped; each is the same number on
+    every rank."""
 
     loss: float | None
     grad_norm: float | None
     skipped: bool
+    flops: float | None = None
 
 
 def train_step(
-    session: Session, model: torch.nn.Module, optimizer: Optimizer, step: StepBatches, *, rate: float
+    session: Session, model: torch.nn.Module, optimizer: Optimizer, step: StepBatches, *, rate: float, flops: int
 ) -> StepResult:
-    """Run one step on this rank at learning rate `rate`. Collective over the world."""
+    """Run one step on this rank at learning rate `rate`; `flops` is what this rank's part costs. Collective over the world."""
     warn_empty(step, speaks=True, number=session.position.step)
     if step.empty:
         return StepResult(loss=None, grad_norm=None, skipped=True)
-    loss = _forward_backward(session, model, step)
+    loss, all_flops = _forward_backward(session, model, step, flops)
     session.position.at("gradient norm")
     grads.fill_missing(model)
     norm = grads.norm(model)
@@ -47,12 +49,12 @@ def train_step(
     grads.clip(model, norm, session.plan.config.training.clip_grad)
     session.position.at("optimizer step")
     optimizer.step(rate)
-    return StepResult(loss=loss, grad_norm=norm, skipped=False)
+    return StepResult(loss=loss, grad_norm=norm, skipped=False, flops=all_flops)
 
 
-def _forward_backward(session: Session, model: torch.nn.Module, step: StepBatches) -> float:
-    """The step's loss, the same on every rank; gradients lie on the parameters."""
-    total = torch.zeros((), dtype=torch.float64, device=session.device)
+def _forward_backward(session: Session, model: torch.nn.Module, step: StepBatches, flops: int) -> tuple[float, float]:
+    """The step's loss and the sum of `flops`, the same on every rank; gradients lie on the parameters."""
+    total = torch.tensor([0.0, flops], dtype=torch.float64, device=session.device)
     exchanged_always = not session.plan.config.parallel.fsdp_plan.defer_gradient_reduce
     for micro in step.micro:
         sharding.exchange_gradients(model, exchanged_always or micro.index == len(step.micro) - 1)
@@ -60,7 +62,7 @@ def _forward_backward(session: Session, model: torch.nn.Module, step: StepBatche
         loss = micro.loss(model(micro.data))
         session.position.at("backward", micro_batch=micro.index)
         loss.backward()
-        total += loss.detach().double()
+        total[0] += loss.detach().double()
     session.position.at("reducing the loss")
     torch.distributed.all_reduce(total)
-    return total.item()
+    return tuple(total.tolist())

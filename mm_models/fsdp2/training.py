@@ -24,18 +24,20 @@ from mm_models.fsdp2.step import StepResult, train_step
 from mm_models.fsdp2.validation import RunPlan
 from mm_models.train import batches, log, watch
 from mm_models.train.entry import StoppedBySignal
+from mm_models.train.flops import batch_flops
 from mm_models.train.progress import Progress
 from mm_models.train.signals import Signals
 
 
 @dataclass(frozen=True, kw_only=True)
 class Trainer:
-    """Everything a step and a save need. `model` is sharded and filled."""
+    """Everything a step and a save need. `model` is sharded and filled; `frozen` are the parts of it that train nothing."""
 
     session: Session
     model: torch.nn.Module
     optimizer: Optimizer
     schedule: Schedule
+    frozen: frozenset[str]
 
     def next_rate(self, state: Progress) -> float:
         """The learning rate of the step after `state`. The schedule counts the run's steps: an optimizer that starts anew in the
@@ -68,7 +70,8 @@ def set_up(session: Session) -> tuple[Trainer, Progress]:
     start.report(session, model, optimizer)
     session.position.at("resuming")
     state, schedule = checkpoint.resume(session, optimizer)
-    return Trainer(session=session, model=model, optimizer=optimizer, schedule=schedule), state
+    frozen = start.frozen_parts(session.plan, optimizer)
+    return Trainer(session=session, model=model, optimizer=optimizer, schedule=schedule, frozen=frozen), state
 
 
 def run(trainer: Trainer, state: Progress, signals: Signals) -> None:
@@ -130,7 +133,8 @@ def one_iteration(trainer: Trainer, state: Progress, loader, journal: log.Journa
     step = batches.gather_step(
         loader, count=plan.num_microbatches, loss_type=plan.loss_type, counts=True, device=session.device
     )
-    result = train_step(session, trainer.model, trainer.optimizer, step, rate=rate)
+    mine = sum(batch_flops(plan.model, micro.data, frozen=trainer.frozen) for micro in step.micro)
+    result = train_step(session, trainer.model, trainer.optimizer, step, rate=rate, flops=mine)
     state = state.after(samples=plan.global_batch_size, skipped=result.skipped)
     journal.add(_report(trainer, state, step, result, rate=rate, seconds=time.perf_counter() - began))
     return state
@@ -153,7 +157,7 @@ def _report(
         tokens=step.all_tokens,
         labelled_tokens=step.tokens,
         skipped=int(result.skipped),
-        flops=start.flops(plan, step),
+        flops=result.flops,
     )
 
 
