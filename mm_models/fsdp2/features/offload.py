@@ -20,9 +20,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
-from torch.distributed.tensor import DTensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from mm_models.fsdp2.features.saved import is_parameter
 from mm_models.fsdp2.features.stores import Store
 
 FLOOR = 1 << 20
@@ -123,7 +123,7 @@ class _Shelf:
         self.last = weakref.ref(call)
 
         def pack(tensor: Tensor):
-            if keep or not self.takes(tensor) or _is_parameter(tensor, module):
+            if keep or not self.takes(tensor) or is_parameter(tensor, module):
                 # Not the tensor itself: a saved result holds its node, and a graph that gets no backward pass would never die.
                 return call, tensor.detach(), None
             stored = self.shelve(tensor)
@@ -152,13 +152,3 @@ class _Shelf:
         if stored is None:
             stored = self.known[key] = _Stored(self.store, tensor)
         return stored
-
-
-def _is_parameter(tensor: Tensor, module: nn.Module) -> bool:
-    """Whether `tensor` lies in the storage of a parameter of `module`: one that FSDP has gathered included, which frees it itself."""
-    place = tensor.untyped_storage()._cdata
-    with torch.no_grad():
-        return any(
-            (p.to_local() if isinstance(p, DTensor) else p).untyped_storage()._cdata == place
-            for p in module.parameters()
-        )

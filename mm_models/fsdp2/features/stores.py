@@ -95,8 +95,9 @@ class _FileHandle:
 class SpillFileStore:
     """One file without a name in `folder`, so it is gone with the process whatever ends it. Written and read by a thread each.
 
-    Plain reads and writes, not a mapping: mapped pages would count as resident memory of the process. `folder` must be on a disk: in
-    a memory file system nothing is saved. Grows to the most that is ever offloaded at a time; a full disk is an error at `put`.
+    Plain reads and writes, not a mapping: mapped pages would count as resident memory of the process. `folder` (`TMPDIR`, else /tmp)
+    must be on a disk: in a memory file system nothing is saved. The file grows to the most that is ever offloaded at a time; a
+    full disk is an error at `put`.
     """
 
     device_type = "cpu"
@@ -233,8 +234,3 @@ class PinnedStore:
     def close(self) -> None:
         self._stream.synchronize()
         self._waiting.clear()
-
-
-def open_store(device: torch.device) -> Store:
-    """The store for activations of `device`. The spill file lies where `TMPDIR` points, else in /tmp: it must be on a disk."""
-    return SpillFileStore() if device.type == "cpu" else PinnedStore(device)
