@@ -17,3 +17,6 @@ import megatron.core.pipeline_parallel.schedules
 import megatron.core.tensor_parallel
 import torch
 import transformers.models.glm4v_moe.modeling_glm4v_moe
+
+import mm_models.fsdp2.training
+import specs.glm4v_moe.fsdp2

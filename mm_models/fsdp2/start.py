@@ -85,22 +85,30 @@ def report(session: Session, model: torch.nn.Module, optimizer: Optimizer) -> No
     """Print the table of ranks and which parameters have no weight decay. Collective over the world."""
     trained = sum(piece.master.numel() for piece in optimizer.pieces)
     held = sum((p.to_local() if isinstance(p, DTensor) else p).numel() for p in model.parameters())
-    row = (session.rank, str(session.device), _experts(session), trained, held)
+    row = (session.rank, str(session.device), *_places(session), _experts(session), trained, held)
     found: list = [None] * session.world
     torch.distributed.all_gather_object(found, row)
     training = session.plan.config.training
     exempt = optimizer.undecayed
     log.say(
         session.rank,
-        "rank  device     experts   trains (elements)     holds (elements)",
+        "rank  device     replicate,shard  copy,ep_fsdp,ep  experts   trains (elements)     holds (elements)",
         *(
-            f"{rank:>4}  {device:<9}  {experts:<8}  {trains:>17,}  {holds:>19,}"
-            for rank, device, experts, trains, holds in found
+            f"{rank:>4}  {device:<9}  {dense:<15}  {spread:<15}  {experts:<8}  {trains:>17,}  {holds:>19,}"
+            for rank, device, dense, spread, experts, trains, holds in found
         ),
         f"weight decay {training.weight_decay}: {len(optimizer.pieces) - len(exempt)} parameters; "
         f"none on {len(exempt)} biases and vectors:",
         *(f"  {name}" for name in exempt),
     )
+
+
+def _places(session: Session) -> tuple[str, str]:
+    """This rank's coordinates on the meshes of dense parameters and of experts."""
+    sizes, rank = session.plan.sizes, session.rank
+    dense = rank // sizes.shard, rank % sizes.shard
+    experts = rank // (sizes.ep * sizes.ep_fsdp), rank // sizes.ep % sizes.ep_fsdp, rank % sizes.ep
+    return ",".join(map(str, dense)), ",".join(map(str, experts))
 
 
 def _experts(session: Session) -> str:

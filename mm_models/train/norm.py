@@ -15,10 +15,13 @@ from torch import Tensor
 
 def world_norm(pieces: Iterable[tuple[Tensor, int]]) -> float:
     """The 2-norm of the whole gradient from (gradient piece of this rank, ranks that step the same piece). A collective."""
-    total = torch.zeros((), dtype=torch.float64)
-    for grad, replicas in pieces:
-        square = torch.linalg.vector_norm(grad, dtype=torch.float32).double().cpu() ** 2
-        total += square / replicas
+    norms, replicas = [], []
+    for grad, count in pieces:
+        norms.append(torch.linalg.vector_norm(grad, dtype=torch.float32))
+        replicas.append(count)
+    # One transfer, not one a piece; summed on the host, where every device has fp64.
+    held = torch.stack([norm.to(norms[0].device) for norm in norms]).tolist() if norms else []
+    total = torch.tensor(sum((norm * norm / count for norm, count in zip(held, replicas)), 0.0), dtype=torch.float64)
     total = total.to(_world_device())
     dist.all_reduce(total)
     return total.sqrt().item()
