@@ -33,7 +33,7 @@ class Policy:
     param_dtype: torch.dtype | None = None
     reduce_dtype: torch.dtype | None = None
     output_dtype: torch.dtype | None = None
-    reshard_after_forward: bool | int = True
+    reshard_after_forward: bool = True
     forward_prefetch: int = 0
     backward_prefetch: int = 0
     cpu_offload: bool = False
