@@ -182,6 +182,10 @@ class _PinnedHandle:
         self.room.give(self.size, self.buffer)
 
 
+def _pinned(size: int) -> Tensor:
+    return torch.empty(size, dtype=torch.uint8, pin_memory=True)
+
+
 class PinnedStore:
     """Pinned host buffers, and one side stream of the accelerator for the copies in both directions.
 
@@ -200,7 +204,7 @@ class PinnedStore:
         size = _Room.size(tensor.numel())
         buffer = self._room.take(size)
         if buffer is None:
-            buffer = torch.empty(size, dtype=torch.uint8, pin_memory=True)
+            buffer = _pinned(size)
         handle = _PinnedHandle(self._room, size, buffer, tensor.numel())
         self._stream.wait_stream(self._on.current_stream(self.device))
         with self._on.stream(self._stream):
