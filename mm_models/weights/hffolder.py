@@ -12,7 +12,7 @@ import os
 import re
 import struct
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,8 @@ from mm_models.weights.boxes import Shape, volume
 from mm_models.weights.dtypes import itemsize
 
 CONFIG, INDEX, SINGLE = "config.json", "model.safetensors.index.json", "model.safetensors"
+EXPERTS_MARK = "mm_experts.json"
+"""Says that the experts of a folder are not in Hugging Face's orientation."""
 WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".gguf", ".h5", ".msgpack", ".onnx")
 
 
@@ -42,13 +44,19 @@ class Stored:
 
 @dataclass(frozen=True, kw_only=True)
 class HfFolder:
-    """An opened folder. `headers` are the raw header bytes of each shard, so that an equal file can be written again."""
+    """An opened folder. `headers` are the raw header bytes of each shard, so that an equal file can be written again.
+
+    `prefix` was taken off the tensors' names. `expert_layout` is what the folder says of its experts: only a folder that
+    `moe_expert` merged into a layout that is not Hugging Face's says it.
+    """
 
     path: Path
     config: Mapping[str, Any]
     tensors: Mapping[str, Stored]
     headers: Mapping[str, bytes]
     index: Mapping[str, Any] | None
+    prefix: str = ""
+    expert_layout: str | None = None
 
     @property
     def shards(self) -> dict[str, list[Stored]]:
@@ -67,8 +75,8 @@ def is_hf_folder(path: Path) -> bool:
     return (path / CONFIG).is_file()
 
 
-def open_folder(path: str | Path) -> HfFolder:
-    """Read config, index and headers; every fault of the folder is refused here."""
+def open_folder(path: str | Path, prefix: str = "") -> HfFolder:
+    """Read config, index and headers; every fault of the folder is refused here. `prefix` is taken off the tensors' names."""
     path = Path(path)
     if not path.is_dir():
         raise UserError(f"{path}: no such folder. Expected a Hugging Face folder ({CONFIG} and safetensors).")
@@ -89,7 +97,33 @@ def open_folder(path: str | Path) -> HfFolder:
             tensors[tensor.name] = tensor
     if index is not None:
         _check_index(path, index, tensors)
-    return HfFolder(path=path, config=config, tensors=tensors, headers=headers, index=index)
+    if prefix:
+        tensors = _without_prefix(path, tensors, prefix)
+    return HfFolder(
+        path=path,
+        config=config,
+        tensors=tensors,
+        headers=headers,
+        index=index,
+        prefix=prefix,
+        expert_layout=_said_layout(path, headers),
+    )
+
+
+def _without_prefix(path: Path, tensors: Mapping[str, Stored], prefix: str) -> dict[str, Stored]:
+    if not any(name.startswith(prefix) for name in tensors):
+        raise UserError(
+            f"{path}: no tensor's name begins with the prefix {prefix!r} (the first: {min(tensors)}). Leave it out, or correct it."
+        )
+    return {(bare := name.removeprefix(prefix)): replace(tensor, name=bare) for name, tensor in tensors.items()}
+
+
+def _said_layout(path: Path, headers: Mapping[str, bytes]) -> str | None:
+    """What the marker file or any file's metadata says of the experts' layout."""
+    if (path / EXPERTS_MARK).is_file():
+        return load_json(path / EXPERTS_MARK).get("expert_layout")
+    said = {(metadata_of(header) or {}).get("expert_layout") for header in headers.values()} - {None}
+    return min(said) if said else None
 
 
 def _shard_files(path: Path) -> tuple[list[Path], Mapping[str, Any] | None]:

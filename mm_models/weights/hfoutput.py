@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -77,10 +77,10 @@ class HfOutput:
 
     def extra_sources(self) -> list[Fragment]:
         """The known extras, as they are in the reference."""
-        return [self._extra(extra) for extra in self.extras]
+        return [self.extra_fragment(extra) for extra in self.extras]
 
     @staticmethod
-    def _extra(extra: Stored) -> Fragment:
+    def extra_fragment(extra: Stored) -> Fragment:
         shape = extra.shape or (1,)
         return Fragment(
             label=f"{extra.file.name}: {extra.name}",
@@ -98,7 +98,7 @@ class HfOutput:
             for tensor in tensors:
                 model = self._model.get(tensor.name)
                 made = (
-                    self._extra(tensor)
+                    self.extra_fragment(tensor)
                     if model is None
                     else replace(model, dtype=self._dtype[tensor.name], cast=self.cast, crc=None)
                 )
@@ -111,7 +111,7 @@ class HfOutput:
         places: dict[str, tuple[Path, int]] = {}
         for name, tensors in self.kept().items():
             for stored in hffolder.skeleton(tmp / name, self._header(name, tensors)):
-                places[stored.name] = (stored.file, stored.offset)
+                places[stored.name.removeprefix(self.reference.prefix)] = (stored.file, stored.offset)
         return [
             replace(fragment, file=places[stored.name][0], offset=places[stored.name][1])
             for fragment, stored in zip(fragments, self._stored, strict=True)
@@ -125,7 +125,7 @@ class HfOutput:
         if unchanged:
             return raw
         return hffolder.make_header(
-            [(t.name, self._dtype[t.name], t.shape) for t in tensors], hffolder.metadata_of(raw)
+            [(self.reference.prefix + t.name, self._dtype[t.name], t.shape) for t in tensors], hffolder.metadata_of(raw)
         )
 
     def finish(self, tmp: Path, provenance: Mapping[str, Any]) -> list[str]:
@@ -143,7 +143,10 @@ class HfOutput:
     def _write_index(self, tmp: Path) -> None:
         kept, index = self.kept(), json.loads(json.dumps(self.reference.index))
         sizes = {
-            t.name: (volume(t.shape), t.nbytes // itemsize(t.dtype) * itemsize(self._dtype[t.name]))
+            self.reference.prefix + t.name: (
+                volume(t.shape),
+                t.nbytes // itemsize(t.dtype) * itemsize(self._dtype[t.name]),
+            )
             for ts in kept.values()
             for t in ts
         }
@@ -160,39 +163,7 @@ class HfOutput:
             shutil.copyfile(self.reference.path / hffolder.INDEX, tmp / hffolder.INDEX)
 
     def _copy_files(self, tmp: Path) -> set[str]:
-        copied = set()
-        for file in sorted(self.reference.path.iterdir()):
-            name = file.name
-            if name in (hffolder.INDEX, MARK) or name.startswith(".") or name.endswith(hffolder.WEIGHT_SUFFIXES):
-                continue
-            if file.is_dir():
-                if name == "additional_chat_templates":
-                    shutil.copytree(file, tmp / name)
-                continue
-            if name.endswith(".index.json"):
-                continue
-            text = (
-                file.read_text(encoding="utf-8") if name.endswith(".json") and file.stat().st_size < 1 << 20 else None
-            )
-            changed = self._changed_json(name, text) if text is not None else None
-            if changed is not None:
-                write_atomically(tmp / name, json.dumps(changed, indent=2, ensure_ascii=False) + "\n")
-            else:
-                shutil.copyfile(file, tmp / name)
-            copied.add(name)
-        return copied
-
-    def _changed_json(self, name: str, text: str) -> Any | None:
-        """The content of a JSON file when it must differ from the reference's: a local path in it, another data type."""
-        try:
-            content = json.loads(text)
-        except ValueError:
-            return None
-        before = json.dumps(content)
-        _drop_local_paths(content)
-        if name == hffolder.CONFIG:
-            self._set_dtype(content)
-        return content if json.dumps(content) != before else None
+        return copy_files(self.reference.path, tmp, self._set_dtype)
 
     def _set_dtype(self, config: dict[str, Any]) -> None:
         """Where a data type is stated, state the one that most of the elements have."""
@@ -210,6 +181,44 @@ class HfOutput:
     def _template_in_tokenizer(self) -> bool:
         file = self.reference.path / "tokenizer_config.json"
         return file.is_file() and "chat_template" in json.loads(file.read_text(encoding="utf-8"))
+
+
+def copy_files(path: Path, to: Path, change_config: Callable[[dict[str, Any]], None] = lambda config: None) -> set[str]:
+    """Copy everything of a Hugging Face folder but its weights, JSON without local paths; `change_config` edits config.json.
+
+    Returns the names copied.
+    """
+    copied = set()
+    for file in sorted(path.iterdir()):
+        name = file.name
+        ours = (hffolder.INDEX, hffolder.EXPERTS_MARK, MARK)
+        if name in ours or name.startswith(".") or name.endswith((*hffolder.WEIGHT_SUFFIXES, ".index.json")):
+            continue
+        if file.is_dir():
+            if name == "additional_chat_templates":
+                shutil.copytree(file, to / name, dirs_exist_ok=True)
+            continue
+        text = file.read_text(encoding="utf-8") if name.endswith(".json") and file.stat().st_size < 1 << 20 else None
+        changed = _changed_json(name, text, change_config) if text is not None else None
+        if changed is not None:
+            write_atomically(to / name, json.dumps(changed, indent=2, ensure_ascii=False) + "\n")
+        else:
+            shutil.copyfile(file, to / name)
+        copied.add(name)
+    return copied
+
+
+def _changed_json(name: str, text: str, change_config: Callable[[dict[str, Any]], None]) -> Any | None:
+    """The content of a JSON file when it must differ from the reference's: a local path in it, another data type."""
+    try:
+        content = json.loads(text)
+    except ValueError:
+        return None
+    before = json.dumps(content)
+    _drop_local_paths(content)
+    if name == hffolder.CONFIG:
+        change_config(content)
+    return content if json.dumps(content) != before else None
 
 
 def _drop_local_paths(content: Any) -> None:

@@ -46,15 +46,22 @@ def hf_store(
     family: Family,
     *,
     partial: bool = False,
+    merged: bool = False,
     ignore: Callable[[str], bool] = lambda name: False,
 ) -> HfStore:
     """Every tensor of `folder` as a fragment; refused unless the folder holds exactly what the model needs, and known extras.
 
-    With `partial` tensors may be missing; `ignore` says which further ones may be there.
+    With `partial` tensors may be missing; `ignore` says which further ones may be there. A folder whose experts `moe_expert`
+    merged into another orientation than Hugging Face's is refused, also when the shapes agree, unless `merged`.
     """
+    if folder.expert_layout is not None and not merged:
+        raise UserError(
+            f"{folder.path}: its experts are merged as {folder.expert_layout}, expected Hugging Face's own layouts. "
+            f"Split them: mm-convert moe_expert --style split --hf_dir {folder.path} --save_dir NEW_FOLDER"
+        )
     maps = {expert_layout: wmap.hf(expert_layout) for expert_layout in EXPERT_LAYOUTS}
-    expert_layout = _expert_layout(folder, maps)
-    expected = maps[expert_layout]
+    expert_layout = folder.expert_layout or _expert_layout(folder, maps)
+    expected = maps[expert_layout] if expert_layout in maps else wmap.hf(expert_layout)
     extras = tuple(
         t for name, t in folder.tensors.items() if name not in expected and family.is_extra(name, wmap.model)
     )
@@ -76,6 +83,7 @@ def hf_store(
             placements=tensor.placements,
             file=folder.tensors[name].file,
             offset=folder.tensors[name].offset,
+            transposed=tensor.transposed,
         )
         for name, tensor in expected.items()
     )

@@ -21,15 +21,15 @@ CHUNK = 64 << 20
 
 
 def cut(shape: Shape, row_bytes: int, period: int = 1) -> Iterator[tuple[int, int]]:
-    """Dimension 0 of `shape` as (first, rows) of at most `CHUNK` bytes each; a multiple of `period` rows where one fits."""
+    """Dimension 0 of `shape` as (first, rows) of at most `CHUNK` bytes each: whole periods of rows, or parts of one period."""
     if not shape:
         yield 0, 1
         return
     rows = max(1, CHUNK // max(1, row_bytes))
-    if rows > period:
-        rows -= rows % period
-    for first in range(0, shape[0], rows):
-        yield first, min(rows, shape[0] - first)
+    block = rows - rows % period if rows >= period else period
+    for start in range(0, shape[0], block):
+        for first in range(start, min(start + block, shape[0]), rows):
+            yield first, min(rows, start + block - first, shape[0] - first)
 
 
 def item_boxes(tensor: HfTensor, dtype: str) -> Iterator[Box]:
