@@ -1,4 +1,4 @@
-"""Compares two folders of any kind, tensor by tensor and bit by bit: Hugging Face or checkpoint, in any layout each.
+"""Compares two folders of any kind, tensor by tensor and bit by bit: Hugging Face, DCP or Megatron, in any layout each.
 
 Both are fragments of the same global tensors, so the comparison is a plan like any other, whose worker reads the target
 instead of writing it. The CRCs of checkpoints are verified first. Memory stays bounded.
@@ -17,10 +17,14 @@ from mm_models.config.family import family_of
 from mm_models.errors import UserError
 from mm_models.weights import hffolder, stores
 from mm_models.weights.boxes import Shape, whole
+from mm_models.weights.dcp import folder as dcp_folder
+from mm_models.weights.dcp.chunks import moment_of
+from mm_models.weights.dcp.writer import optimizer_key, weight_key
 from mm_models.weights.engine import Worker, execute
 from mm_models.weights.manifest import open_checkpoint, verify
-from mm_models.weights.model_map import build
+from mm_models.weights.model_map import WeightMap, build
 from mm_models.weights.plan import Fragment, plan
+from mm_models.weights.sources import dcp_names, kind_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -132,7 +136,7 @@ def _differences(one: _Side, two: _Side, common: set[str], jobs: int | None) -> 
 
 def _same_names(a: Path, b: Path) -> tuple[_Side, _Side] | None:
     """Two Hugging Face folders with the same tensor names need no map: extras and unknown families are compared too."""
-    if not (hffolder.is_hf_folder(a) and hffolder.is_hf_folder(b)):
+    if not kind_of(a) == kind_of(b) == "hf":
         return None
     folders = [hffolder.open_folder(path) for path in (a, b)]
     if set(folders[0].tensors) != set(folders[1].tensors):
@@ -159,7 +163,10 @@ def _same_names(a: Path, b: Path) -> tuple[_Side, _Side] | None:
 
 
 def _open(path: Path) -> _Side:
-    if hffolder.is_hf_folder(path):
+    if dcp_folder.is_dcp(path):
+        wmap, fragments, faults = _open_dcp(path)
+        notes: tuple[str, ...] = ()
+    elif hffolder.is_hf_folder(path):
         folder = hffolder.open_folder(path)
         family = family_of(folder.config, str(path / hffolder.CONFIG))
         wmap = build(family.model(folder.config, str(path / hffolder.CONFIG)), family.prefixes)
@@ -176,3 +183,18 @@ def _open(path: Path) -> _Side:
     shapes = {tensor.name: tensor.shape for tensor in wmap.tensors.values()} | stores.moment_shapes(wmap)
     names = frozenset(placement.tensor for fragment in fragments for placement in fragment.placements)
     return _Side(path=path, fragments=tuple(fragments), shapes=shapes, names=names, notes=notes, faults=faults)
+
+
+def _open_dcp(path: Path) -> tuple[WeightMap, tuple[Fragment, ...], tuple[str, ...]]:
+    folder = dcp_folder.open_dcp(path)
+    family, model = dcp_folder.model_of(folder)
+    wmap = build(model, family.prefixes)
+    prefix = folder.manifest.dcp_prefix if folder.manifest else ""
+    names = dcp_names(folder, wmap, family, declared_layout=None, dcp_prefix=prefix)
+    fragments = dcp_folder.fragments(folder, names.expected, lambda name: weight_key(name, prefix))
+    for part in dcp_folder.present_moments(folder):
+        tensors = {
+            name: moment_of(names.expected[name], part) for name in folder.moments[part] if name in names.expected
+        }
+        fragments += dcp_folder.fragments(folder, tensors, lambda name, part=part: optimizer_key(name, part))
+    return wmap, tuple(fragments), tuple(dcp_folder.damaged(folder))

@@ -12,9 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from mm_models.config.family import Family, family_of, family_of_model
-from mm_models.config.model import ModelConfig, load_model_config
+from mm_models.config.model import ModelConfig
 from mm_models.config.split import with_split, without_split
-from mm_models.config.strict import load_json
 from mm_models.errors import UserError
 from mm_models.weights import hffolder, mmfolder, sources, stores
 from mm_models.weights.conversion import (
@@ -147,7 +146,7 @@ def dcp_to_mm(
     options: Options,
 ) -> Report:
     """Convert the weights of a DCP checkpoint to a release checkpoint of the Megatron target in any layout."""
-    family, model = model_of(dcp_folder.open_dcp(dcp, iteration), model_json)
+    family, model = dcp_folder.model_of(dcp_folder.open_dcp(dcp, iteration), model_json)
     check_converter(converter, family, Path(dcp))
     split = target.split(model, options.say)
     wmap = build(with_split(model, split), family.prefixes)
@@ -204,23 +203,6 @@ def _prefix(folder: DcpFolder, given: str | None) -> str:
             f"{folder.path}: its manifest says dcp_prefix {said!r}, but {given!r} was given. Leave the option out, or correct it."
         )
     return said if said is not None else given or ""
-
-
-def model_of(folder: DcpFolder, model_json: str | Path | None = None) -> tuple[Family, ModelConfig]:
-    """The model of a DCP folder: its manifest's, else `model_json`'s, else that of the config.json in or above it."""
-    if folder.manifest is not None:
-        return family_of_model(folder.manifest.model), folder.manifest.model
-    if model_json is not None:
-        model = without_split(load_model_config(model_json))
-        return family_of_model(model), model
-    for path in (folder.path, folder.path.parent):
-        if (config := path / hffolder.CONFIG).is_file():
-            content: Mapping[str, Any] = load_json(config)
-            family = family_of(content, str(config))
-            return family, family.model(content, str(config))
-    raise UserError(
-        f"{folder.path}: has no manifest and no {hffolder.CONFIG} in it or above it, so the model is not known. Give --model model.json."
-    )
 
 
 def _opened(hf: str | Path, prefix: str, converter: str | None) -> tuple[HfFolder, Family, ModelConfig]:

@@ -9,16 +9,18 @@ from mm_models.config.family import family_of
 from mm_models.errors import UserError
 from mm_models.weights import foreign, hffolder, mmfolder, ptfile
 from mm_models.weights.boxes import volume
+from mm_models.weights.dcp import folder as dcp_folder
+from mm_models.weights.dcp.writer import OPTIMIZER
 from mm_models.weights.dtypes import itemsize
 from mm_models.weights.manifest import EXPERT_LAYOUT, open_checkpoint
 
 
 def describe(path: Path) -> list[str]:
     """Lines that say the kind of a folder, its layout, prefixes, expert layout, data types and first names."""
+    if dcp_folder.is_dcp(path):
+        return _dcp(path)
     if hffolder.is_hf_folder(path):
         return _hugging_face(path)
-    if (path / ".metadata").is_file() or any(path.glob("*/.metadata")):
-        return [f"{path}: a PyTorch distributed checkpoint (DCP); this version neither reads nor writes it"]
     if foreign.is_foreign(path):
         return _foreign(path)
     return _checkpoint(path)
@@ -32,6 +34,8 @@ def _hugging_face(path: Path) -> list[str]:
         lines.append(f"  converter: {family_of(folder.config, str(path)).name}")
     except UserError:
         lines.append("  converter: none")
+    if folder.expert_layout is not None:
+        lines.append(f"  experts merged as {folder.expert_layout}, which is not Hugging Face's orientation")
     per_expert, stacked = (any(mark in name for name in names) for mark in (".experts.0.", ".experts.gate_up_proj"))
     layout = " and ".join(what for what, there in (("per_expert", per_expert), ("stacked_hf", stacked)) if there)
     lines.append(
@@ -55,6 +59,29 @@ def _checkpoint(path: Path) -> list[str]:
         f"  files: {len({entry.file for entry in manifest.tensors})}, optimizer state: {'yes' if manifest.optimizer else 'no'}",
     ]
     return lines + _common([(entry.dtype, entry.nbytes) for entry in manifest.tensors], names, _prefixes(names))
+
+
+def _dcp(path: Path) -> list[str]:
+    folder = dcp_folder.open_dcp(path)
+    said, tensors = folder.manifest, folder.metadata.tensors
+    iteration = "release" if folder.iteration is None else f"iteration {folder.iteration}"
+    lines = [f"{folder.path}: a PyTorch distributed checkpoint (DCP), {iteration}"]
+    if folder.path != path:
+        lines.append(f"  complete checkpoints here: {', '.join(dcp_folder.iterations(path))}")
+    if said is None:
+        stacks = [f"{key} {t.shape}" for key, t in tensors.items() if key.endswith(".experts.gate_up_proj")][:1]
+        lines.append(
+            f"  no manifest (a folder of the field): its expert layout must be declared{', e.g. of ' + stacks[0] if stacks else ''}"
+        )
+    else:
+        lines.append(f"  expert layout: {said.expert_layout}, dcp_prefix: {said.dcp_prefix!r}")
+        lines.append(f"  model: {said.model.model_id}, source: {dict(said.source)}")
+    files = {item.place.file for tensor in tensors.values() for item in tensor.items}
+    moments = ", ".join(dcp_folder.present_moments(folder)) or "no"
+    lines.append(f"  files: {len(files)}, optimizer state: {moments}, other entries: {len(folder.metadata.blobs)}")
+    names = sorted(key for key in tensors if not key.startswith(OPTIMIZER))
+    sizes = [(tensors[name].dtype, volume(tensors[name].shape) * itemsize(tensors[name].dtype)) for name in names]
+    return lines + _common(sizes, names, _prefixes(names, 3))
 
 
 def _foreign(path: Path) -> list[str]:
@@ -88,10 +115,10 @@ def _common(tensors: Iterable[tuple[str, int]], names: list[str], prefixes: Mapp
     ]
 
 
-def _prefixes(names: list[str]) -> dict[str, int]:
-    """The first two components of every name, counted."""
+def _prefixes(names: list[str], depth: int = 2) -> dict[str, int]:
+    """The first components of every name, counted."""
     counts: dict[str, int] = {}
     for name in names:
-        prefix = ".".join(name.split(".")[:2])
+        prefix = ".".join(name.split(".")[:depth])
         counts[prefix] = counts.get(prefix, 0) + 1
     return counts

@@ -16,12 +16,17 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from mm_models.config.family import Family, family_of, family_of_model
+from mm_models.config.model import ModelConfig, load_model_config
+from mm_models.config.split import without_split
+from mm_models.config.strict import load_json
 from mm_models.errors import UserError, nearest
-from mm_models.weights import mmfolder, ptfile
+from mm_models.weights import hffolder, mmfolder, ptfile
 from mm_models.weights.boxes import Box, partition_fault
 from mm_models.weights.dcp import chunks, layouts, manifest, metadata
 from mm_models.weights.dcp.manifest import DcpManifest, ItemRecord
 from mm_models.weights.dcp.writer import MOMENTS, OPTIMIZER, WEIGHTS
+from mm_models.weights.manifest import file_crc
 from mm_models.weights.model_map import HfTensor
 from mm_models.weights.plan import Fragment
 
@@ -290,3 +295,34 @@ class _Window(io.RawIOBase):
 def present_moments(folder: DcpFolder) -> tuple[str, ...]:
     """Which moments the folder holds."""
     return tuple(part for part in MOMENTS if part in folder.moments)
+
+
+def damaged(folder: DcpFolder) -> list[str]:
+    """Read every item whose CRC the manifest states and compare; the faults, by name."""
+    faults = []
+    for item in folder.manifest.items if folder.manifest else ():
+        if item.crc32 is None:
+            continue
+        found = file_crc(folder.path / item.file, item.offset, item.nbytes)
+        if found != item.crc32:
+            faults.append(
+                f"{item.file}: {item.key} at {item.offsets}: CRC-32 is {found:08x}, the manifest says {item.crc32:08x}"
+            )
+    return faults
+
+
+def model_of(folder: DcpFolder, model_json: str | Path | None = None) -> tuple[Family, ModelConfig]:
+    """(family, model) of a DCP folder: its manifest's, else `model_json`'s, else that of the config.json in or above it."""
+    if folder.manifest is not None:
+        return family_of_model(folder.manifest.model), folder.manifest.model
+    if model_json is not None:
+        model = without_split(load_model_config(model_json))
+        return family_of_model(model), model
+    for path in (folder.path, folder.path.parent):
+        if (config := path / hffolder.CONFIG).is_file():
+            content = load_json(config)
+            family = family_of(content, str(config))
+            return family, family.model(content, str(config))
+    raise UserError(
+        f"{folder.path}: has no manifest and no {hffolder.CONFIG} in it or above it, so the model is not known. Give --model model.json."
+    )
