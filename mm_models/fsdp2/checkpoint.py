@@ -143,7 +143,7 @@ def restore_rng(session: Session, state: Progress) -> None:
 def _load(file: Path) -> dict:
     try:
         return torch.load(file, weights_only=True, map_location="cpu")
-    except (RuntimeError, EOFError, pickle.UnpicklingError) as error:
+    except (RuntimeError, OSError, EOFError, pickle.UnpicklingError) as error:
         raise UserError(f"{file}: damaged ({error}). Restore it, or use another iteration.") from error
 
 

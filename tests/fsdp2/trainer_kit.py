@@ -75,8 +75,19 @@ def changed(raw: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any
 
 
 @dataclass(frozen=True, kw_only=True)
-class Synthetic(training_kit.Synthetic):
-    """Stands for `build_loader`: see the fields of the other target's kit. `slow`: seconds a micro-batch takes to read."""
+class Uneven(training_kit.Synthetic):
+    """The other target's samples, each with a number of labels of its own: the loss types differ."""
+
+    def micro_batch(self, ids: list[int], *needs: frozenset[str]) -> dict[str, Any]:
+        made = super().micro_batch(ids, *needs)
+        for row, id in zip(made.get("labels", ()), ids):
+            row[: 13 + 5 * (id % 5)] = -100
+        return made
+
+
+@dataclass(frozen=True, kw_only=True)
+class Synthetic(Uneven):
+    """Stands for `build_loader`: see the fields of the other target's kit."""
 
     def __call__(
         self,
@@ -233,6 +244,21 @@ def stock(folder: Path) -> dict[str, torch.Tensor]:
     state = {key: torch.empty(one.size, dtype=one.properties.dtype) for key, one in meta.items()}
     _load_state_dict(state, storage_reader=reader, planner=DefaultLoadPlanner(), no_dist=True)
     return state
+
+
+def assert_same_step(got: Mapping[str, torch.Tensor], want: Mapping[str, torch.Tensor], *, steps: int) -> None:
+    """Two states of a model after `steps` steps of full size at `RATE`, by DCP key or name, up to rounding.
+
+    The bias of the keys has next to no gradient, and AdamW makes steps of full size of what is rounding alone.
+    """
+    assert got.keys() == want.keys()
+    for key, value in want.items():
+        if "exp_avg" in key:
+            limit = 1e-4 * float(value.abs().max()) + 1e-12
+        else:
+            limit = RATE * steps if key.endswith("k_proj.bias") else 0.05 * RATE * steps
+        worst = float((got[key] - value).abs().max())
+        assert worst <= limit, (key, worst, limit)
 
 
 def manifest(folder: Path) -> dict[str, Any]:
