@@ -25,7 +25,6 @@ from mm_models.errors import UserError
 from mm_models.weights.crc import combine_all
 from mm_models.weights.dtypes import itemsize, torch_dtype
 from mm_models.weights.plan import Fragment, Plan, Read, Slab, Write
-from mm_models.weights.spans import Turn
 
 TILE = 128
 """Rows and columns of a matrix that are turned at once."""
@@ -167,8 +166,8 @@ class Worker:
 
     def run(self, slab: Slab) -> int:
         """Read, cut, write one slab; returns the bytes read."""
-        if slab.turn is not None:
-            return self._turn(slab, slab.turn)
+        if slab.turns:
+            return self._turn(slab)
         held = self._read(slab)
         alike: dict[
             tuple, list[Write]
@@ -189,15 +188,19 @@ class Worker:
                     )
         return sum(read.nbytes for read in slab.reads)
 
-    def _turn(self, slab: Slab, turn: Turn) -> int:
-        """Put a matrix together, transpose it, write it."""
-        size, target = itemsize(slab.dtype), self.plan.targets[turn.target]
-        buffer = self._in.take(turn.rows * turn.columns * size)
-        matrix = np.frombuffer(buffer, dtype=np.uint8).reshape(turn.rows, turn.columns * size)
-        for read, (row, col) in zip(slab.reads, turn.places, strict=True):
+    def _turn(self, slab: Slab) -> int:
+        """Put a matrix together, or read the matrices that lie side by side; transpose and write."""
+        size, (first, *others) = itemsize(slab.dtype), slab.turns
+        rows, columns = first.rows, slab.reads[0].width // size if others else first.columns
+        matrix = np.frombuffer(self._in.take(rows * columns * size), dtype=np.uint8).reshape(rows, columns * size)
+        for read, (row, col) in zip(slab.reads, [(0, 0)] if others else first.places, strict=True):
             self._fetch(read, matrix[row : row + read.rows, col * size : col * size + read.width])
-        data = self._cast(self._transposed(matrix, size), slab.dtype, target.dtype)
-        self._deliver(turn.target, turn.offset, data, zlib.crc32(data) if self.crc else None)
+        for turn in slab.turns:
+            at = turn.places[0][1] * size if others else 0
+            target = self.plan.targets[turn.target]
+            data = self._transposed(matrix[:, at : at + turn.columns * size], size)
+            data = self._cast(data, slab.dtype, target.dtype)
+            self._deliver(turn.target, turn.offset, data, zlib.crc32(data) if self.crc else None)
         return sum(read.nbytes for read in slab.reads)
 
     def _transposed(self, matrix: np.ndarray, size: int) -> memoryview:

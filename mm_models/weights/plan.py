@@ -20,17 +20,17 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from mm_models.errors import UserError
 from mm_models.weights.boxes import Placement, Shape, partition_fault, row_runs, volume
 from mm_models.weights.dtypes import itemsize
-from mm_models.weights.spans import Span, Turn, segments, swapped, taken, turned_slabs, wanted_columns
+from mm_models.weights.spans import Span, Turn, segments, side_by_side, swapped, taken, turned_slabs, wanted_columns
 
 BLOCK = 4 << 20
 """Bytes a slab reads at most, one row excepted; a matrix to be turned may have `TURN` times as many."""
-TURN = 8
+TURN = 16
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -111,12 +111,13 @@ class Write:
 
 @dataclass(frozen=True, slots=True)
 class Slab:
-    """`writes` are cut from `reads`; or `turn` says how a matrix is put together from them, to be written transposed."""
+    """`writes` are cut from `reads`. Or one of `turns` says how a matrix is put together from them, or several which columns of
+    the one read they take, to be written transposed."""
 
     reads: tuple[Read, ...]
     writes: tuple[Write, ...]
     dtype: str
-    turn: Turn | None = None
+    turns: tuple[Turn, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -136,7 +137,7 @@ class Plan:
     @property
     def bytes_written(self) -> int:
         written = sum(write.rows * write.width for slab in self.slabs for write in slab.writes)
-        turned = (slab.turn for slab in self.slabs if slab.turn)
+        turned = (turn for slab in self.slabs for turn in slab.turns)
         return written + sum(turn.rows * turn.columns * self.targets[turn.target].itemsize for turn in turned)
 
 
@@ -286,23 +287,26 @@ def _needed(
 def _turned_slabs(
     tensor: str, held: list[Span], wanted: list[Span], sources, targets, tally: _Tally, block: int
 ) -> list[Slab]:
-    """One slab for every matrix of every target, or for as many of its columns as `TURN` blocks hold."""
-    slabs, size = [], sources[held[0].fragment].itemsize
-    for turn, parts in turned_slabs(held, wanted, TURN * block // size, targets[wanted[0].fragment].itemsize):
-        source, target = sources[held[0].fragment], targets[turn.target]
-        if fault := partition_fault(
-            (turn.rows, turn.columns), [((part.row, part.col), (part.rows, part.width)) for part in parts]
-        ):
-            tally.faults.append(f"{target.label}: a matrix of {tensor}: {fault}")
-            return []
-        _check_dtype(target, source)
-        reads = []
-        for part in parts:
-            span = part.span
-            tally.used[span.fragment] = tally.used.get(span.fragment, 0) + part.rows * part.width
-            reads.append(_read(span, part.source_row, part.rows, part.source_col, part.width, sources[span.fragment]))
-        tally.written[turn.target] = tally.written.get(turn.target, 0) + turn.rows * turn.columns
-        slabs.append(Slab(tuple(reads), (), source.dtype, turn))
+    """One slab for every matrix of every target, or for as many of its columns as `TURN` blocks hold. Matrices that lie beside
+    each other in one source (gate and up) share a slab, so that its bytes are read in whole rows."""
+    slabs, source, limit = [], sources[held[0].fragment], TURN * block // sources[held[0].fragment].itemsize
+    found = turned_slabs(held, wanted, limit, targets[wanted[0].fragment].itemsize)
+    for group in side_by_side(found, limit):
+        for turn, parts in group:
+            target = targets[turn.target]
+            boxes = [((part.row, part.col), (part.rows, part.width)) for part in parts]
+            if fault := partition_fault((turn.rows, turn.columns), boxes):
+                tally.faults.append(f"{target.label}: a matrix of {tensor}: {fault}")
+                return []
+            _check_dtype(target, source)
+            for part in parts:
+                tally.used[part.span.fragment] = tally.used.get(part.span.fragment, 0) + part.rows * part.width
+            tally.written[turn.target] = tally.written.get(turn.target, 0) + turn.rows * turn.columns
+        reads = [part for _, parts in group for part in parts]
+        if len(group) > 1:
+            reads = [replace(reads[0], source_col=reads[0].span.col, width=reads[0].span.width)]
+        cut = tuple(_read(p.span, p.source_row, p.rows, p.source_col, p.width, sources[p.span.fragment]) for p in reads)
+        slabs.append(Slab(cut, (), source.dtype, tuple(turn for turn, _ in group)))
     return slabs
 
 

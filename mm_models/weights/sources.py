@@ -182,10 +182,7 @@ def dcp_names(
     }
     expert_layout, said = dcp_layout(folder, declared_layout)
     shapes: dict[str, Shape] = {name: tensor.shape for name, tensor in held.items()}
-    layouts.check_shapes(
-        shapes, wmap, expert_layout, what=str(folder.path), said=said,
-        mend="Declare the layout that it has (--expert-layout, or model.expert_layout in the YAML).",
-    )  # fmt: skip
+    layouts.check_shapes(shapes, wmap, expert_layout, folder=folder.path, dcp_prefix=dcp_prefix, said=said)
     expected = wmap.hf(expert_layout)
     ignore = _ignorer(ignore_unexpected)
     beside = {name for name in held if name not in expected}

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import bisect
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 
 
@@ -83,7 +83,8 @@ def wanted_columns(span: Span, takers: list[Span]) -> tuple[int, int]:
 @dataclass(frozen=True, slots=True)
 class Turn:
     """A matrix of `rows` x `columns` elements that is transposed and written at `offset` bytes behind element 0 of target
-    number `target`. `places` are (first row, first column) of what each of the slab's reads fills of it."""
+    number `target`. `places` are (first row, first column) of what each of the slab's reads fills of it; of matrices that
+    share a read, (0, first column of the read)."""
 
     target: int
     offset: int
@@ -150,3 +151,23 @@ def _clip(part: Part, first: int, columns: int) -> Part | None:
     if low >= high:
         return None
     return replace(part, source_col=part.source_col + low - part.col, col=low - first, width=high - low)
+
+
+def side_by_side(found: Iterable[tuple[Turn, list[Part]]], elements: int) -> Iterator[list[tuple[Turn, list[Part]]]]:
+    """The matrices, in groups of one, or of all that together are whole rows of one source, of at most `elements` elements."""
+    alike: dict[tuple, list[tuple[Turn, list[Part]]]] = {}
+    for turn, parts in found:
+        part = parts[0] if len(parts) == 1 else None
+        single = (
+            part and (part.rows, part.width) == (turn.rows, turn.columns) and part.span.width == part.span.local_width
+        )
+        key = (part.span, part.source_row, part.rows) if single else (turn.target, turn.offset)
+        alike.setdefault(key, []).append((turn, parts))
+    for group in alike.values():
+        whole = sum(turn.columns for turn, _ in group) == group[0][1][0].span.width if group[0][1] else False
+        if len(group) > 1 and whole and group[0][0].rows * group[0][1][0].span.width <= elements:
+            yield [
+                (replace(turn, places=((0, parts[0].source_col - parts[0].span.col),)), parts) for turn, parts in group
+            ]
+        else:
+            yield from ([one] for one in group)

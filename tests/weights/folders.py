@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 
 from mm_models.config.family import family_of
 from mm_models.layout import ParallelLayout
-from mm_models.weights import verbs
+from mm_models.weights import dcp_verbs, verbs
 from mm_models.weights.manifest import open_checkpoint
 from mm_models.weights.mmfolder import container
 from tests.models import tiny_glm_model
@@ -72,6 +72,16 @@ def to_mm(hf: Path, out: Path, *, vision=None, text=None, **layout) -> Path:
 
 def to_hf(mm: Path, hf: Path, out: Path, **options) -> Path:
     verbs.mm_to_hf(open_checkpoint(mm), hf, out, options=QUIET, **options)
+    return out
+
+
+def to_dcp(hf: Path, out: Path, *, expert_layout: str = "stacked_hf", **options) -> Path:
+    dcp_verbs.hf_to_dcp(hf, out, expert_layout=expert_layout, options=QUIET, **options)
+    return out
+
+
+def from_dcp(dcp: Path, hf: Path, out: Path, **options) -> Path:
+    dcp_verbs.dcp_to_hf(dcp, hf, out, options=QUIET, **options)
     return out
 
 

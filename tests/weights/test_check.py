@@ -13,7 +13,7 @@ from mm_models.errors import UserError
 from mm_models.weights.check import compare
 from mm_models.weights.describe import describe
 from mm_models.weights.manifest import open_checkpoint
-from tests.weights.folders import copy, edit_state, to_mm
+from tests.weights.folders import copy, edit_state, to_dcp, to_mm
 
 
 def flip(file, position: int) -> None:
@@ -94,9 +94,16 @@ def test_inspect_says_what_a_folder_is(hf, hf_stacked, mm, tmp_path):
         and "text [[2, 2]]" in text
         and "image_encoder.encoder (19)" in text
     )
-    (tmp_path / "dcp/release").mkdir(parents=True)
-    (tmp_path / "dcp/release/.metadata").write_bytes(b"")
-    assert "distributed checkpoint (DCP)" in describe(tmp_path / "dcp")[0]
+    text = "\n".join(describe(to_dcp(hf, tmp_path / "dcp", expert_layout="flat", dcp_prefix="model.")))
+    assert "dcp/release: a PyTorch distributed checkpoint (DCP), release" in text and "optimizer state: no" in text
+    assert (
+        "expert layout: flat, dcp_prefix: 'model.'" in text and "model.model.lm_head (1)" in text and "90 names" in text
+    )
+    (tmp_path / "dcp/release/manifest.json").unlink()
+    text = "\n".join(describe(tmp_path / "dcp/release"))
+    assert (
+        "must be declared, e.g. of model.model.model.language_model.layers.1.mlp.experts.gate_up_proj (512, 96)" in text
+    )
     with pytest.raises(UserError, match="no such folder"):
         describe(tmp_path / "nothing")
 

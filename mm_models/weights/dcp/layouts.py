@@ -44,11 +44,11 @@ def declared(expert_layout: str | None, environ: Mapping[str, str] | None = None
 
 
 def check_shapes(
-    shapes: Mapping[str, Shape], wmap: WeightMap, expert_layout: str, *, what: str, mend: str, said: str
+    shapes: Mapping[str, Shape], wmap: WeightMap, expert_layout: str, *, folder: Path, dcp_prefix: str, said: str
 ) -> None:
-    """Refuse expert tensors of another layout than the one that was declared, naming both.
+    """Refuse expert tensors of another layout than the one that was declared, naming both, both shapes and the commands.
 
-    `shapes` are the folder's tensors by Hugging Face name; `said` is who declared the layout, `mend` the command that helps.
+    `shapes` are the folder's tensors by Hugging Face name; `said` is who declared the layout.
     """
     expected = {layout: wmap.hf(layout) for layout in FILE_LAYOUTS}
     names = {layout: expert_names(wmap, layout) for layout in FILE_LAYOUTS}
@@ -63,9 +63,11 @@ def check_shapes(
         layout for layout in FILE_LAYOUTS if name in expected[layout] and expected[layout][name].shape == shapes[name]
     ]
     wanted = f"{here[name].shape}" if name in here else f"no such name, but {sorted(names[expert_layout])[0]}"
+    declare = f" Declare {fits[0]} (--expert-layout {fits[0]}, or model.expert_layout in the YAML). Or:" if fits else ""
     raise UserError(
-        f"{what}: {name} is {shapes[name]}, which is expert layout {' or '.join(fits) or 'none that is known'}; "
-        f"{expert_layout} was expected ({said}), which is {wanted}. {mend}"
+        f"{folder}: {name} is {shapes[name]}, which is expert layout {' or '.join(fits) or 'none that is known'}; "
+        f"{expert_layout} was expected ({said}), which is {wanted}.{declare} "
+        f"{reconvert(folder, expert_layout, dcp_prefix, fits[0] if fits else 'LAYOUT')}"
     )
 
 
