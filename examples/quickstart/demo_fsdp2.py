@@ -26,7 +26,8 @@ def parity(demo: Demo) -> None:
     from tests.harness import run
 
     paths = {"hf": str(demo.hf), "data": str(demo.data), "model": str(demo.work / "tp1pp1.json"), "yaml": str(CONFIG)}
-    load = overrides(demo, load=demo.hf) + ["features.enable_chunk_loss=false"]
+    settings = places(demo, load=demo.hf) | {"training.save": "null", "features.enable_chunk_loss": "false"}
+    load = [f"{key}={value}" for key, value in settings.items()]
     for layout in LAYOUTS:
 
         def check(layout=layout) -> tuple[str, bool]:
@@ -52,16 +53,16 @@ def conversion(demo: Demo) -> None:
 def training(demo: Demo) -> None:
     runs: dict[str, list[dict]] = {}
 
-    def unbroken(name: str, processes: int, load: Path, words: list[str]) -> tuple[str, bool]:
-        runs[name] = train(demo, name, processes, words, load=load)
+    def unbroken(name: str, processes: int, load: Path, keys: dict[str, object]) -> tuple[str, bool]:
+        runs[name] = train(demo, name, processes, keys, load=load)
         first, last = runs[name][0]["loss"], runs[name][-1]["loss"]
         return f"loss {first:.4f} → {last:.4f}", healthy(runs[name], STEPS) and last < first
 
-    one, two = ["training.gradient_accumulation_steps=4"], ["training.gradient_accumulation_steps=2"]
-    ep, dcp = ["parallel.expert_parallel_size=2"], demo.work / "dcp-stacked_hf"
-    fall = "healthy, loss falls"
+    one = {"training.gradient_accumulation_steps": 4}
+    two = {"training.gradient_accumulation_steps": 2, "parallel.expert_parallel_size": 2}
+    dcp, fall = demo.work / "dcp-stacked_hf", "healthy, loss falls"
     demo.add(f"FSDP2: {STEPS} steps on one process (torchrun)", fall, lambda: unbroken("fsdp1", 1, dcp, one))
-    demo.add(f"FSDP2: {STEPS} steps on 2, EP2 (torchrun)", fall, lambda: unbroken("fsdp2ep2", 2, dcp, two + ep))
+    demo.add(f"FSDP2: {STEPS} steps on 2, EP2 (torchrun)", fall, lambda: unbroken("fsdp2ep2", 2, dcp, two))
 
     def agree() -> tuple[str, bool]:
         worst = distance(runs["fsdp2ep2"], runs["fsdp1"])
@@ -70,16 +71,17 @@ def training(demo: Demo) -> None:
     demo.add("loss of each step, EP2 against one process", f"≤ {LOSS_BOUND:.0e}", agree)
 
     def level_one() -> tuple[str, bool]:
-        runs["hf load"] = train(demo, "fsdp1hf", 1, [*one, "training.use_deter_comp=true"], load=demo.hf)
-        same = [r["loss"] for r in runs["hf load"]] == [r["loss"] for r in runs["fsdp1"]]
+        records = train(demo, "fsdp1hf", 1, one, load=demo.hf)
+        same = [record["loss"] for record in records] == [record["loss"] for record in runs["fsdp1"]]
         return ("bit-equal" if same else "losses differ"), same
 
     demo.add(f"{STEPS} losses, DCP load against Hugging Face load", "bit-equal", level_one)
 
     def resumed() -> tuple[str, bool]:
-        half, resume = STEPS // 2, ["training.no_load_optim=false", "training.no_load_rng=false"]
-        train(demo, "fsdphalf", 2, [*two, *ep, f"training.exit_interval={half}"], load=dcp)
-        rest = train(demo, "fsdprest", 2, [*two, *ep, *resume], load=demo.work / "runs" / "fsdphalf")
+        half, folder = STEPS // 2, demo.work / "runs" / "fsdphalf"
+        train(demo, "fsdphalf", 2, two | {"training.exit_interval": half}, load=dcp)
+        resume = {"training.no_load_optim": "false", "training.no_load_rng": "false"}
+        rest = train(demo, "fsdprest", 2, two | resume, load=folder)
         same = [record["loss"] for record in rest] == [record["loss"] for record in runs["fsdp2ep2"][half:]]
         command("mm-convert", "check", demo.work / "runs" / "fsdprest", demo.work / "runs" / "fsdp2ep2")
         return ("losses and final weights bit-equal" if same else "losses differ"), same and len(rest) == STEPS - half
@@ -112,9 +114,10 @@ def both_targets(demo: Demo) -> None:
         ]
         theirs = demo_megatron.train(demo, "long", 1, flags, load=demo.hf, model="tp1pp1", steps=LONG_STEPS)
         frozen = ", ".join(f"'model.visual.{part}'" for part in TOWER)
-        words = [f"training.train_iters={LONG_STEPS}", "training.lr=1e-5", f"model.freeze=[{frozen}]"]
-        ours = train(demo, "long-fsdp2", 1, words, load=demo.hf)
-        assert [r["learning_rate"] for r in ours] == [r["learning_rate"] for r in theirs], "learning rates differ"
+        keys = {"training.train_iters": LONG_STEPS, "training.lr": 1e-5, "model.freeze": f"[{frozen}]"}
+        ours = train(demo, "long-fsdp2", 1, keys, load=demo.hf)
+        rates = [abs(a["learning_rate"] - b["learning_rate"]) for a, b in zip(ours, theirs, strict=True)]
+        assert max(rates) < 1e-15, f"learning rates differ by {max(rates)}"
         apart = [abs(a["loss"] - b["loss"]) / abs(b["loss"]) for a, b in zip(ours, theirs, strict=True)]
         mean, worst = sum(apart) / len(apart), max(apart)
         return f"mean {mean:.1e}, worst {worst:.1e}", mean <= MEAN_BOUND and worst <= WORST_BOUND
@@ -126,25 +129,27 @@ def both_targets(demo: Demo) -> None:
     )
 
 
-def overrides(demo: Demo, *, load: Path) -> list[str]:
-    """The keys of the YAML that name places of the demo."""
-    return [
-        f"data.dataset_param.preprocess_parameters.model_name_or_path={demo.hf}",
-        f"data.dataset_param.basic_parameters.dataset={demo.data.parent / 'train.json'}",
-        f"data.dataset_param.basic_parameters.dataset_dir={demo.data.parent}",
-        f"model.model_name_or_path={demo.hf}",
-        f"training.load={load}",
-        f"training.load_format={'hf' if load == demo.hf else 'dcp'}",
-        "training.save=null",
-    ]
+def places(demo: Demo, *, load: Path) -> dict[str, object]:
+    """The keys of the YAML that name places of the demo, computing in fp32."""
+    data = "data.dataset_param"
+    return {
+        f"{data}.preprocess_parameters.model_name_or_path": demo.hf,
+        f"{data}.basic_parameters.dataset": demo.data.parent / "train.json",
+        f"{data}.basic_parameters.dataset_dir": demo.data.parent,
+        "model.model_name_or_path": demo.hf,
+        "training.load": load,
+        "training.load_format": "hf" if load == demo.hf else "auto",
+    }
 
 
-def train(demo: Demo, name: str, processes: int, words: list[str], *, load: Path) -> list[dict]:
+def train(demo: Demo, name: str, processes: int, keys: dict[str, object], *, load: Path) -> list[dict]:
     """One `torchrun pretrain_fsdp2.py` in fp32; its iterations in full precision."""
     metrics = demo.work / f"{name}.jsonl"
-    return torchrun(
-        processes, "pretrain_fsdp2.py", CONFIG, *overrides(demo, load=load),
-        f"training.save={demo.work / 'runs' / name}", "training.save_interval=null", f"training.log_metrics={metrics}",
-        f"training.train_iters={STEPS}", "training.lr=3e-4", "training.clip_grad=1.0", "training.seed=42",
-        "parallel.fully_shard_parallel_size=auto", "parallel.fsdp_plan.param_dtype=fp32", *words, metrics=metrics,
-    )  # fmt: skip
+    common = {
+        "training.save": demo.work / "runs" / name, "training.save_interval": "null", "training.log_metrics": metrics,
+        "training.train_iters": STEPS, "training.lr": 3e-4, "training.clip_grad": 1.0, "training.seed": 42,
+        "parallel.fully_shard_parallel_size": "auto", "parallel.fsdp_plan.param_dtype": "fp32",
+    }  # fmt: skip
+    settings = places(demo, load=load) | common | keys
+    words = [f"{key}={value}" for key, value in settings.items()]
+    return torchrun(processes, "pretrain_fsdp2.py", CONFIG, *words, metrics=metrics)
