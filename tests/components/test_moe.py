@@ -6,7 +6,8 @@ import pytest
 import torch
 from transformers.models.glm4v_moe.modeling_glm4v_moe import Glm4vMoeTextMoE
 
-from mm_models.components.moe import Experts, Router, routed_experts
+from mm_models.components.moe import Experts, Router, routed_experts, through_experts
+from mm_models.errors import UserError
 from mm_models.ops.reference import grouped_matmul, grouped_matmul_loop
 from tests.models import fill_distinct, tiny_glm_config
 
@@ -75,6 +76,33 @@ def test_grouped_equals_loop_with_gradients_and_idle_experts(dtype, bound):
         assert (grouped - loop).float().norm() <= bound * loop.float().norm()
     idle = set(range(128)) - set(chosen.unique().tolist())
     assert all(not results[0][3][e].any() for e in idle)
+
+
+@pytest.mark.parametrize("dtype,bound", [(torch.float32, 1e-6), (torch.bfloat16, 5e-3)])
+@pytest.mark.parametrize("matmul", [grouped_matmul, grouped_matmul_loop])
+def test_transposed_experts(dtype, bound, matmul):
+    """(E, in, out) gives what (E, out, in) gives, forward and every gradient."""
+    results = []
+    for layout in ("stacked_hf", "stacked"):
+        torch.manual_seed(2)
+        experts = Experts(experts=6, hidden=32, intermediate=16, layout=layout, matmul=matmul, dtype=dtype)
+        for parameter in experts.parameters():
+            values = torch.randn(parameter.shape if layout == "stacked_hf" else parameter.transpose(1, 2).shape)
+            parameter.data.copy_(values if layout == "stacked_hf" else values.transpose(1, 2))
+        rows = torch.randn(20, 32, generator=torch.Generator().manual_seed(3)).to(dtype).requires_grad_()
+        out = experts(rows, torch.tensor([3, 0, 7, 1, 9, 0]))
+        out.float().square().sum().backward()
+        grads = [p.grad if layout == "stacked_hf" else p.grad.transpose(1, 2) for p in experts.parameters()]
+        results.append([out.detach(), rows.grad, *grads])
+    for plain, transposed in zip(*results):
+        assert (plain - transposed).float().norm() <= bound * plain.float().norm()
+
+
+def test_unknown_names_are_refused():
+    with pytest.raises(UserError, match="unknown expert layout 'stackd'; did you mean 'stacked'"):
+        Experts(experts=2, hidden=8, intermediate=8, layout="stackd")
+    with pytest.raises(UserError, match="unknown dispatcher 'gather'"):
+        through_experts(hidden=None, indices=None, weights=None, experts=None, num_experts=2, dispatch="gather")
 
 
 def test_no_token_at_all():

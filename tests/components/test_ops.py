@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
 from mm_models.errors import UserError
 from mm_models.ops import choose, known
-from mm_models.ops.reference import rms_norm
+from mm_models.ops.reference import rms_norm, silu_mul, swiglu
 from mm_models.registry import table
 
 
@@ -32,3 +33,9 @@ def test_what_the_user_asked_for_must_exist():
         choose("cpu", ["swiglu", "rms_norm"])
     with pytest.raises(UserError, match="unknown op 'rmsnorm'; did you mean 'rms_norm'"):
         choose("cpu", ["rmsnorm"])
+
+
+def test_swiglu_is_silu_mul_of_its_halves():
+    gate, up = torch.randn(5, 8), torch.randn(5, 8)
+    expected = torch.nn.functional.silu(gate) * up
+    assert torch.equal(silu_mul(gate, up), expected) and torch.equal(swiglu(torch.cat([gate, up], dim=-1)), expected)

@@ -148,7 +148,8 @@ def degrees_case(rank: int, dispatches: list[str]) -> dict:
 
 
 def test_two_expert_ranks_equal_one():
+    """The loss within 1e-6; logits and gradients within 2e-6: an fp32 product's row depends on the number of rows (tests/numerics)."""
     for result in run(degrees_case, 2, ["alltoall", "allgather"], timeout=60):
         assert result["loss"] <= 1e-6
-        assert result["degree"][0] <= 1e-5, result
-        assert result["bits"] == [True] and result["dispatch"][0][0] <= 1e-5, result
+        assert result["degree"][0] <= 2e-6, result
+        assert result["bits"] == [True] and result["dispatch"][0][0] <= 1e-6, result
