@@ -28,9 +28,13 @@ def placements(tensor: torch.Tensor) -> list[tuple[str, str]]:
 
 
 def layout_case(rank: int, layout: dict, policy: sharding.Policy) -> dict:
-    model = kit.assemble(tiny_glm_model(0), policy=policy, **layout)
-    part = kit.mine(kit.global_batch())[0]
-    model(part).backward()
+    hf = tiny_glm_model(0)
+    dirty = [torch.full((n,), float("nan")) for n in (8, 16, 64, 320, 4096)]  # fresh memory need not be zero
+    del dirty
+    model = kit.assemble(hf, policy=policy, **layout)
+    expected = dict(hf.named_buffers())
+    buffers = all(b.dtype == torch.float32 and torch.equal(b, expected[n]) for n, b in model.named_buffers())
+    model(kit.mine(kit.global_batch())[0]).backward()
     found = dict(model.named_parameters())
     return {
         "groups": names(model),
@@ -39,7 +43,8 @@ def layout_case(rank: int, layout: dict, policy: sharding.Policy) -> dict:
         "shape": tuple(found[f"{EXPERTS}.gate_up_proj"].to_local().shape),
         "dense": placements(found["lm_head.weight"]),
         "dtypes": {t.dtype for t in assembly.named_tensors(model).values()} | {p.grad.dtype for p in found.values()},
-        "buffer": type(model.model.language_model.layers[1].mlp.gate.e_score_correction_bias) is torch.Tensor,
+        "buffers": buffers,
+        "plain": type(model.model.language_model.layers[1].mlp.gate.e_score_correction_bias) is torch.Tensor,
     }
 
 
@@ -51,12 +56,14 @@ def test_fp32_groups():
     found = run(layout_case, 2, {}, FP32)[1]
     assert found["groups"] == found["plan"] | {EXPERTS.replace(".1.", f".{i}.") for i in (1, 2, 3)}
     assert found["experts"] == [[("ep_fsdp", "S(1)")]] * 2 and found["shape"] == (8, 48, 64)
-    assert found["dense"] == [("shard", "S(0)")] and found["dtypes"] == {torch.float32} and found["buffer"]
+    assert found["dense"] == [("shard", "S(0)")] and found["dtypes"] == {torch.float32}
+    assert found["buffers"] and found["plain"]
 
 
 def test_bf16_groups():
-    """Routers are groups of their own, in fp32; masters and gradients are fp32 (field case B61)."""
+    """Routers are groups of their own, in fp32; masters and gradients are fp32 (field case B61); buffers too, on every rank (B10)."""
     found = run(layout_case, 2, {"ep_plan": False}, kit.BF16)[1]
+    assert found["buffers"] and found["plain"]
     assert found["groups"] == found["plan"] | {GATE.replace(".1.", f".{i}.") for i in (1, 2, 3)}
     assert found["experts"] == [[("shard", "S(0)")]] * 2 and found["dtypes"] == {torch.float32}
 
