@@ -115,7 +115,9 @@ def test_prefixes_stand_before_the_names_and_are_told_apart(hf, tmp_path):
     with pytest.raises(UserError, match=r"manifest says dcp_prefix 'model\.', but '' was given"):
         from_dcp(dcp, hf, tmp_path / "no", dcp_prefix="")
     (dcp / "release/manifest.json").unlink()
-    words = r"its keys begin with 'model\.model\.' .*expected 'model\.'.*mm-convert dcp_to_hf .*--dcp_prefix \"model\.\""
+    words = (
+        r"its keys begin with 'model\.model\.' .*expected 'model\.'.*mm-convert dcp_to_hf .*--dcp_prefix \"model\.\""
+    )
     with pytest.raises(UserError, match=words):
         from_dcp(dcp, hf, tmp_path / "no", expert_layout="stacked_hf")
     assert_same_folder(from_dcp(dcp, hf, tmp_path / "yes", expert_layout="stacked_hf", dcp_prefix="model."), hf)
