@@ -23,7 +23,6 @@ LAYOUTS = ("stacked_hf", "stacked", "flat", "per_expert")
 def _expert_layout(parser: StrictParser, text: str) -> None:
     parser.add_argument(
         "--expert-layout",
-        "--expert_layout",
         dest="expert_layout",
         choices=LAYOUTS,
         default=None,
@@ -34,7 +33,6 @@ def _expert_layout(parser: StrictParser, text: str) -> None:
 def _dcp_prefix(parser: StrictParser, text: str) -> None:
     parser.add_argument(
         "--dcp_prefix",
-        "--dcp-prefix",
         dest="dcp_prefix",
         default=None,
         metavar="PREFIX",
@@ -45,7 +43,6 @@ def _dcp_prefix(parser: StrictParser, text: str) -> None:
 def _hf_prefix(parser: StrictParser) -> None:
     parser.add_argument(
         "--hf_prefix",
-        "--hf-prefix",
         dest="hf_prefix",
         default="",
         metavar="PREFIX",

@@ -62,6 +62,7 @@ def test_peak_memory_does_not_grow_with_the_model(tmp_path):
     peaks: dict[str, list[int]] = {}
     for megabytes in (400, 800):
         hf, mm = large_folder(tmp_path / f"hf{megabytes}", megabytes), tmp_path / f"mm{megabytes}"
+        dcp, turned = tmp_path / f"dcp{megabytes}", tmp_path / f"turned{megabytes}"
         size = hffolder.open_folder(hf).nbytes
         assert size == pytest.approx(megabytes * 1e6, rel=0.1)
         commands = {
@@ -69,6 +70,20 @@ def test_peak_memory_does_not_grow_with_the_model(tmp_path):
             "resplit": ["resplit", "--mm", mm, "--out", tmp_path / f"two{megabytes}", "--pp", 2, "--jobs", 2],
             "mm_to_hf": ["mm_to_hf", "--mm", mm, "--hf", hf, "--out", tmp_path / f"back{megabytes}", "--jobs", 2],
             "check": ["check", hf, mm, "--jobs", 2],
+            "hf_to_dcp": ["hf_to_dcp", "--hf", hf, "--out", dcp, "--jobs", 2],
+            "hf_to_dcp stacked": ["hf_to_dcp", "--hf", hf, "--out", turned, "--expert-layout", "stacked", "--jobs", 2],
+            "dcp_to_hf": ["dcp_to_hf", "--dcp", turned, "--hf", hf, "--out", tmp_path / f"out{megabytes}", "--jobs", 2],
+            "moe_expert": [
+                "moe_expert",
+                "--style",
+                "merge",
+                "--hf",
+                hf,
+                "--out",
+                tmp_path / f"me{megabytes}",
+                "--jobs",
+                2,
+            ],
         }
         for name, command in commands.items():
             rss, heavy = peak(*command)
