@@ -41,8 +41,20 @@ def _local(tensor: torch.Tensor) -> torch.Tensor:
     return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach()
 
 
+def has_fused_kernel(device: torch.device) -> bool:
+    """Whether torch's fused AdamW runs on `device`: found out by one step of one element."""
+    probe = torch.nn.Parameter(torch.zeros(1, device=device))
+    probe.grad = torch.zeros_like(probe)
+    try:
+        torch.optim.AdamW([probe], fused=True).step()
+    except (RuntimeError, NotImplementedError):
+        return False
+    return True
+
+
 class Optimizer:
-    """`step(rate)` once a step; `steps` counts them. The state exists from the start, zero."""
+    """`step(rate)` once a step; `steps` counts them. The state exists from the start, zero. `fused`: whether `adam_fused` was
+    asked for and there is such a kernel here."""
 
     def __init__(self, parameters: Mapping[str, torch.nn.Parameter], training: Training):
         trained = {name: p for name, p in parameters.items() if p.requires_grad}
@@ -50,7 +62,7 @@ class Optimizer:
             raise UserError("model.freeze freezes every parameter: there is nothing to train. Leave a part out of it.")
         for name, parameter in trained.items():
             assert parameter.dtype == torch.float32, f"{name} is {parameter.dtype}: parameters are fp32 masters"
-        self.steps = 0
+        self.steps, self.fused = 0, False
         self.pieces = [
             Piece(
                 name=name,
@@ -72,15 +84,16 @@ class Optimizer:
         groups = [group for group in groups if group["params"]]
         if not groups:
             return None
+        self.fused = training.adam_fused and has_fused_kernel(held[0].master.device)
         adam = torch.optim.AdamW(
             groups,
             lr=training.lr,
             betas=(training.adam_beta1, training.adam_beta2),
             eps=training.adam_eps,
-            fused=training.adam_fused,
+            fused=self.fused,
         )
         for piece in held:
-            place = piece.master.device if training.adam_fused else torch.device("cpu")
+            place = piece.master.device if self.fused else torch.device("cpu")
             adam.state[piece.master] = {
                 "step": torch.zeros((), dtype=torch.float32, device=place),
                 **{name: torch.zeros_like(piece.master, requires_grad=False) for name in MOMENTS},

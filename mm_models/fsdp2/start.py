@@ -97,6 +97,8 @@ def report(session: Session, model: torch.nn.Module, optimizer: Optimizer) -> No
             f"{rank:>4}  {device:<9}  {dense:<15}  {spread:<15}  {experts:<8}  {trains:>17,}  {holds:>19,}"
             for rank, device, dense, spread, experts, trains, holds in found
         ),
+        f"AdamW: {'one fused kernel' if optimizer.fused else 'torch operations'} "
+        f"(training.adam_fused {str(training.adam_fused).lower()})",
         f"weight decay {training.weight_decay}: {len(optimizer.pieces) - len(exempt)} parameters; "
         f"none on {len(exempt)} biases and vectors:",
         *(f"  {name}" for name in exempt),
