@@ -169,7 +169,7 @@ def test_frozen_parts_keep_every_bit_and_the_rest_trains(frozen, hf, tmp_path):
 
 def test_all_frozen_is_refused(hf, tmp_path):
     raw = settings(hf, 1, **{"model.freeze": [pattern for part in PARTS.values() for pattern in part]})
-    with pytest.raises(CaseFailed, match="freezes every parameter"):
+    with pytest.raises(CaseFailed, match="every parameter is frozen, nothing would train"):
         run(train, 1, raw, Synthetic())
 
 
