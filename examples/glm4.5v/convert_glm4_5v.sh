@@ -23,7 +23,7 @@ megatron)
 fsdp2)
     exec mm-convert ExpertMergeDcpConverter hf_to_dcp \
         --hf_dir "$HF_DIR" \
-        --save_dir "${MM_DIR:-ckpt/mm_path/GLM-4.5V-fsdp2}" \
+        --save_dir "${MM_DIR:-ckpt/mm_path/GLM-4.5V}" \
         --dcp_prefix "" \
         --expert-layout "${EXPERT_LAYOUT:-stacked_hf}" \
         "$@"

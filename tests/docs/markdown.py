@@ -73,7 +73,7 @@ def commands(block: Block) -> Iterator[list[str]]:
     """Each command of a block as words: continued lines joined, leading NAME=value dropped, `$ ` prompts too."""
     for line in block.text.replace("\\\n", " ").splitlines():
         words = shlex.split(line.removeprefix("$ "), comments=True)
-        while words and re.match(r"[A-Z_]+=", words[0]):
+        while words and re.match(r"[A-Z][A-Z0-9_]*=", words[0]):
             words.pop(0)
         if words:
             yield words

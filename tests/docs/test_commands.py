@@ -19,11 +19,12 @@ from tests.docs.markdown import ROOT, blocks, commands, pages, tracked
 
 QUICKSTART = "examples/quickstart/README.md"
 EXPECTED = {
-    "README.md": (8, 5),
-    "docs/weights.md": (3, 0),
+    "README.md": (14, 5),
+    "docs/weights.md": (6, 0),
     "docs/equivalence.md": (1, 2),
     QUICKSTART: (1, 0),
     "examples/glm4.5v/README.md": (0, 9),
+    "examples/glm4.5v/README_fsdp2.md": (0, 7),
     "CONTRIBUTING.md": (0, 2),
 }
 """Page -> blocks that run, blocks that do not. Every page with a bash block is here, so a block that stops running shows."""
@@ -54,10 +55,10 @@ def test_no_block_hides():
     assert {page: counts for page, counts in found.items() if not page.endswith(".zh.md")} == EXPECTED
 
 
-@pytest.mark.parametrize("folder", [".", "examples/glm4.5v"])
-def test_the_chinese_page_has_the_same_blocks(folder):
-    pair = [ROOT / folder / name for name in ("README.md", "README.zh.md")]
-    english, chinese = ([(block.kind, block.text, block.runs) for block in blocks(page)] for page in pair)
+@pytest.mark.parametrize("page", ["README", "examples/glm4.5v/README", "examples/glm4.5v/README_fsdp2"])
+def test_the_chinese_page_has_the_same_blocks(page):
+    pair = [ROOT / f"{page}{ending}" for ending in (".md", ".zh.md")]
+    english, chinese = ([(block.kind, block.text, block.runs) for block in blocks(one)] for one in pair)
     assert english == chinese
 
 
@@ -92,10 +93,12 @@ def test_the_commands_run(checkout):
         if page != QUICKSTART:
             run_page(page, checkout)
     made = checkout / "build" / "quickstart"
-    assert [(made / run / "latest_checkpointed_iteration.txt").read_text() for run in ("run", "run_tp2")] == ["8", "12"]
+    runs = {"run": "8", "run_tp2": "12", "fsdp2": "8", "fsdp2_pp2": "release"}
+    assert {run: (made / run / "latest_checkpointed_iteration.txt").read_text() for run in runs} == runs
     one, two = (_losses(made / name) for name in ("one.jsonl", "pp2.jsonl"))
     assert one == pytest.approx(two, rel=1e-5) and len(one) == 4
     _loads(made / "hf_trained")
+    _loads(made / "hf_fsdp2")
 
 
 @pytest.mark.slow

@@ -41,6 +41,10 @@ def options(program: str, verb: str = "") -> frozenset[str]:
         from mm_models.mcore.arguments import Arguments, option
 
         return frozenset({option(name) for name in Arguments.__dataclass_fields__} | {"--help"})
+    if program == "pretrain_fsdp2.py":
+        from mm_models.fsdp2.arguments import OPTIONS
+
+        return frozenset(OPTIONS)
     return helped(program)
 
 
@@ -56,7 +60,8 @@ def every_option() -> frozenset[str]:
     from mm_models.cli.models import COMMANDS
 
     ours = [options("mm-convert", verb) for verb in VERBS] + [options("mm-models", verb) for verb in COMMANDS]
-    ours += [options("pretrain_vlm.py"), options("torchrun"), options("examples/quickstart/make_checkpoint.py")]
+    ours += [options("pretrain_vlm.py"), options("pretrain_fsdp2.py"), options("torchrun")]
+    ours.append(options("examples/quickstart/make_checkpoint.py"))
     return frozenset().union(*ours, *FOREIGN.values())
 
 
@@ -81,6 +86,39 @@ def test_every_option_exists(page):
             for known, part in split_by_program(words):
                 assert set(flags(part)) <= known, f"{block}: {set(flags(part)) - known}"
     assert inline_flags(page) <= every_option(), inline_flags(page) - every_option()
+
+
+SECTIONS = ("parallel", "data", "model", "features", "training", "tools")
+NAMES = ("model.model.", "model.visual.", "model.language_model.")
+"""How names of tensors and modules begin, which are no keys."""
+
+
+@pytest.mark.parametrize("page", pages(), ids=lambda page: str(page.relative_to(ROOT)))
+def test_every_key_of_the_yaml_exists(page):
+    """In overrides of commands, and in inline code: `section.key`, `section.key=value`, `section.key: value`."""
+    from mm_models.config.fsdp2 import RunConfig
+    from mm_models.config.strict import check_key
+
+    words = [word for block in blocks(page) if block.kind == "bash" for words in commands(block) for word in words]
+    words += re.findall(r"`([^`]+)`", prose(page))
+    for word in words:
+        key = re.match(rf"((?:{'|'.join(SECTIONS)})\.[a-z_0-9.]+)(?:$|=|:)", word)
+        if key and not key[1].startswith(NAMES) and not key[1].endswith(".json"):
+            check_key(RunConfig, key[1], str(page.relative_to(ROOT)))
+
+
+@pytest.mark.parametrize(("ending", "language"), [(".md", "en"), (".zh.md", "zh")])
+def test_the_feature_table_is_the_schemas(ending, language):
+    """Between its marks stands what `python -m mm_models.config.fsdp2.table` prints."""
+    from mm_models.config.fsdp2 import load_config
+    from mm_models.config.fsdp2.table import feature_table
+
+    folder = ROOT / "examples" / "glm4.5v"
+    text = (folder / f"README_fsdp2{ending}").read_text(encoding="utf-8")
+    begin, end = "<!-- feature table: begin -->\n", "<!-- feature table: end -->\n"
+    assert text.count(begin) == text.count(end) == 1
+    table = text.split(begin)[1].split(end)[0]
+    assert table == feature_table(load_config(folder / "glm4_5v_106B_config_v1.yaml"), language)
 
 
 @pytest.mark.parametrize("page", pages(), ids=lambda page: str(page.relative_to(ROOT)))
@@ -112,9 +150,10 @@ def test_every_make_target_and_named_file_exists(page):
 
 
 def test_quoted_code_is_the_code():
-    """docs/add-a-model.md quotes converters/glm4v_moe/text.py, and its plugin example works."""
+    """docs/add-a-model.md quotes GLM-4.5V's weight table and its FSDP2 assembly, and its plugin example works."""
     *quotes, plugin = [block.text for block in blocks(ROOT / "docs" / "add-a-model.md") if block.kind == "python"]
-    source = " ".join((ROOT / "converters" / "glm4v_moe" / "text.py").read_text().split())
+    files = (ROOT / "converters" / "glm4v_moe" / "text.py", ROOT / "specs" / "glm4v_moe" / "fsdp2.py")
+    source = " ".join(word for file in files for word in file.read_text().split())
     for quote in quotes:
         assert " ".join(quote.split()) in source, quote
     done = subprocess.run(
