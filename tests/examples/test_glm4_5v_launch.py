@@ -6,21 +6,28 @@ A failure of any kind ends with a status other than 0 and without the closing li
 from __future__ import annotations
 
 import json
-import os
 import re
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
 
-from tests.data import kit
+from tests.examples.kit import (
+    CLOSING,
+    EXAMPLE,
+    FIELD_GBS,
+    FIELD_STEP_TIME,
+    environment,
+    make_place,
+    refused,
+    running,
+    script,
+    shell,
+    wait_for,
+)
 
-ROOT = Path(__file__).parents[2]
-EXAMPLE = ROOT / "examples" / "glm4.5v"
-CLOSING = ("Elapsed Time Per iteration (ms): ", "Average Samples per Second: ")
 SMALL = {
     "NNODES": "1",
     "NPUS_PER_NODE": "2",
@@ -32,15 +39,6 @@ SMALL = {
     "GRAD_ACC_STEP": "2",
     "TRAIN_ITERS": "3",
 }
-PASSED_ON = ("PATH", "HOME", "LANG", "VIRTUAL_ENV", "PYTHONPATH", "TMPDIR", "LD_LIBRARY_PATH")
-
-FIELD_STEP_TIME = """grep "elapsed time per iteration" "$1" |
-awk -F 'elapsed time per iteration [(]ms[)]:' '{print$2}' | awk -F '|' '{print$1}' |
-head -n 200 | tail -n 100 | awk '{sum+=$1} END {if (NR != 0) printf("%.1f",sum/NR)}'"""
-FIELD_GBS = """grep "global batch size" "$1" |
-awk -F 'global batch size:' '{print$2}' | awk -F '|' '{print$1}' | head -n 1 | awk '{print $1}'"""
-"""How the field's scripts read a log."""
-
 DYING = """
 import os
 from mm_models.mcore import training
@@ -60,11 +58,7 @@ pytestmark = pytest.mark.slow  # each starts the whole launch script
 @pytest.fixture(scope="module")
 def place(tmp_path_factory) -> Path:
     """A folder with spaces: `h f` (bf16), `da ta/data.json`, `model.json`, and `m m`, converted by the shipped script."""
-    folder = tmp_path_factory.mktemp("a place") / "with spaces"
-    folder.mkdir()
-    checkpoint, data = kit.quickstart("make_checkpoint"), kit.quickstart("make_data")
-    checkpoint.write_checkpoint(folder / "h f", dtype=checkpoint.DTYPES["bf16"])
-    data.write_data(folder / "da ta", folder / "h f")
+    folder = make_place(tmp_path_factory.mktemp("a place"))
     mm_models(folder, "init", "--hf", "h f", "--pp", "2", "-o", "model.json")
     done = script(
         folder,
@@ -87,26 +81,6 @@ def mm_models(folder: Path, *arguments: str) -> None:
     )
 
 
-def environment(variables: dict[str, str]) -> dict[str, str]:
-    """The variables alone: nothing of a launcher around the tests comes through."""
-    kept = {name: os.environ[name] for name in PASSED_ON if name in os.environ}
-    kept["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{kept['PATH']}"
-    return kept | {"OMP_NUM_THREADS": "1"} | variables
-
-
-def script(
-    folder: Path, name: str, *arguments: str, timeout: float = 280, **variables: str
-) -> subprocess.CompletedProcess:
-    return subprocess.run(
-        ["bash", EXAMPLE / name, *arguments],
-        cwd=folder,
-        env=environment(variables),
-        capture_output=True,
-        text=True,
-        timeout=timeout,
-    )
-
-
 def files(place: Path, save: Path) -> dict[str, str]:
     return {
         "MODEL_JSON": str(place / "model.json"),
@@ -118,17 +92,6 @@ def files(place: Path, save: Path) -> dict[str, str]:
 
 def train(place: Path, cwd: Path, *arguments: str, **variables: str) -> subprocess.CompletedProcess:
     return script(cwd, "finetune_glm4_5v_106B.sh", *arguments, **(SMALL | files(place, cwd / "sa ve") | variables))
-
-
-def refused(done: subprocess.CompletedProcess, *texts: str) -> None:
-    assert done.returncode != 0
-    assert not any(line in done.stdout for line in (*CLOSING, "training ended")), done.stdout
-    for text in texts:
-        assert text in done.stderr + done.stdout, done.stderr
-
-
-def shell(command: str, path: Path) -> str:
-    return subprocess.run(["bash", "-c", command, "bash", path], check=True, capture_output=True, text=True).stdout
 
 
 def test_a_short_run_succeeds_with_the_fields_closing_lines(place, tmp_path):
@@ -220,24 +183,3 @@ def test_sigterm_stops_the_training_and_fails_the_script(place, tmp_path):
     assert not any(line in text for line in CLOSING)
     assert (tmp_path / "sa ve" / "latest_checkpointed_iteration.txt").exists(), text[-3000:]
     assert not running(str(tmp_path)), "processes stayed behind"
-
-
-def wait_for(condition, process: subprocess.Popen, seconds: float) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert process.poll() is None, "ended early"
-        assert time.monotonic() < deadline, "waited in vain"
-        time.sleep(0.3)
-
-
-def running(marker: str) -> list[str]:
-    """Command lines of processes that hold `marker`."""
-    found = []
-    for path in Path("/proc").glob("[0-9]*/cmdline"):
-        try:
-            text = path.read_bytes().replace(b"\0", b" ").decode(errors="replace")
-        except OSError:
-            continue
-        if marker in text and int(path.parent.name) != os.getpid():
-            found.append(text)
-    return found
