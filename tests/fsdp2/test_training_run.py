@@ -106,6 +106,7 @@ def _wait(process: subprocess.Popen, metrics: Path, lines: int) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)
 def test_sigterm_saves_and_sigkill_loses_nothing(world, tmp_path):  # noqa: F811
     """Stopped in order, then killed in the middle of a later step; each time the run goes on from the last checkpoint."""
     save, metrics = tmp_path / "ck", tmp_path / "m.jsonl"

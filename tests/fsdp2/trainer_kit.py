@@ -156,7 +156,7 @@ def train(rank: int, raw: Mapping[str, Any], samples: Synthetic) -> str | None:
 
 
 def launch(
-    nprocs: int, raw: Mapping[str, Any], metrics: Path, samples: Synthetic | None = None, *, timeout: float = 60
+    nprocs: int, raw: Mapping[str, Any], metrics: Path, samples: Synthetic | None = None, *, timeout: float = 120
 ) -> list[dict]:
     """`train` on `nprocs` processes; one record an iteration."""
     raw = changed(raw, {"training.log_metrics": str(metrics)})
@@ -170,7 +170,9 @@ def _listen(rank: int, raw: Mapping[str, Any], samples: Synthetic) -> str:
     return said.getvalue()
 
 
-def printed(nprocs: int, raw: Mapping[str, Any], samples: Synthetic | None = None, *, timeout: float = 60) -> list[str]:
+def printed(
+    nprocs: int, raw: Mapping[str, Any], samples: Synthetic | None = None, *, timeout: float = 120
+) -> list[str]:
     """What each rank of a run prints."""
     return run(_listen, nprocs, raw, samples or Synthetic(), timeout=timeout)
 
