@@ -1,8 +1,8 @@
 """Conversion against a plain copy: bytes, wall time, CPU time and peak memory, on a full-width GLM-4.5V of two text layers.
 
-    python benchmarks/convert.py [--small] [--pairs 7] [--jobs N] [--dir DIR] [--keep]
+    python benchmarks/convert.py [--to mm|dcp] [--small] [--pairs 7] [--jobs N] [--dir DIR] [--keep]
 
-Makes a random checkpoint (one dense layer, one of 128 experts, 24 ViT layers: 9.4 GB of bf16), converts it at TP2·EP4 and
+Makes a random checkpoint (one dense layer, one of 128 experts, 24 ViT layers: 9.4 GB of bf16), converts it at TP2·EP4, or to DCP, and
 back, and compares each direction with a plain Python preadv/pwrite copy of the same source files into new files, both
 followed by fsync. Every run is a process of its own; the order is ABBA, files are removed and synced between runs, and all
 pairs are printed. Wall and CPU are those of the whole process, start-up included. Exit status 1 if a bound is missed.
@@ -115,11 +115,16 @@ def run_copy(source: Path, out: Path) -> dict:
 
 def run_convert(verb: str, source: Path, out: Path, reference: Path, jobs: int | None) -> dict:
     from mm_models.layout import ParallelLayout
-    from mm_models.weights import verbs
+    from mm_models.weights import dcp_verbs, verbs
+    from mm_models.weights.conversion import Options
     from mm_models.weights.manifest import open_checkpoint
 
-    options = verbs.Options(jobs=jobs, say=lambda text: None)
-    if verb == "hf_to_mm":
+    options = Options(jobs=jobs, say=lambda text: None)
+    if verb == "hf_to_dcp":
+        report = dcp_verbs.hf_to_dcp(source, out, expert_layout="stacked_hf", options=options)
+    elif verb == "dcp_to_hf":
+        report = dcp_verbs.dcp_to_hf(source, reference, out, options=options)
+    elif verb == "hf_to_mm":
         report = verbs.hf_to_mm(source, out, verbs.Target(layout=ParallelLayout(**LAYOUT)), options=options)
     else:
         report = verbs.mm_to_hf(open_checkpoint(source), reference, out, options=options)
@@ -127,7 +132,7 @@ def run_convert(verb: str, source: Path, out: Path, reference: Path, jobs: int |
 
 
 def weight_files(folder: Path) -> list[Path]:
-    return sorted(file for file in folder.rglob("*") if file.suffix in (".safetensors", ".pt"))
+    return sorted(file for file in folder.rglob("*") if file.suffix in (".safetensors", ".pt", ".distcp"))
 
 
 def child(arguments: list[str]) -> dict:
@@ -182,11 +187,11 @@ def judge(verb: str, rows: list, source_bytes: int, target_bytes: int) -> bool:
 
 
 def tensor_bytes(folder: Path) -> int:
-    from mm_models.weights import hffolder
+    from mm_models.weights.dcp.folder import is_dcp, open_dcp
     from mm_models.weights.manifest import open_checkpoint
 
-    if hffolder.is_hf_folder(folder):
-        return hffolder.open_folder(folder).nbytes
+    if is_dcp(folder):
+        return sum(entry.nbytes for entry in open_dcp(folder).manifest.items)
     return sum(entry.nbytes for entry in open_checkpoint(folder).manifest.tensors)
 
 
@@ -194,6 +199,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
+    parser.add_argument("--to", choices=("mm", "dcp"), default="mm", help="which checkpoint, there and back")
     parser.add_argument("--small", action="store_true", help="a 0.4 GB model")
     parser.add_argument("--pairs", type=int, default=7)
     parser.add_argument("--jobs", type=int, default=None)
@@ -202,18 +208,19 @@ def main() -> int:
     args = parser.parse_args()
     if args.dir.exists():
         raise SystemExit(f"{args.dir}: exists already; remove it or give another --dir.")
-    hf, mm = args.dir / "hf", args.dir / "mm"
+    hf, made = args.dir / "hf", args.dir / args.to
+    there, back = f"hf_to_{args.to}", f"{args.to}_to_hf"
     try:
         size = make_checkpoint(hf, args.small)
         print(
-            f"checkpoint: {size / 1e9:.2f} GB in {len(weight_files(hf))} files; layout {LAYOUT}; {args.pairs} pairs, convert / copy"
+            f"checkpoint: {size / 1e9:.2f} GB in {len(weight_files(hf))} files; {args.to}, {args.pairs} pairs, convert / copy"
         )
-        rows, _ = measure("hf_to_mm", hf, hf, args.dir, args.pairs, args.jobs)
-        os.rename(args.dir / "out", mm)
-        good = judge("hf_to_mm", rows, size, tensor_bytes(mm))
-        rows, _ = measure("mm_to_hf", mm, hf, args.dir, args.pairs, args.jobs)
-        # The checkpoint repeats what TP replicates; an export reads one copy of each.
-        good &= judge("mm_to_hf", rows, size, size)
+        rows, _ = measure(there, hf, hf, args.dir, args.pairs, args.jobs)
+        os.rename(args.dir / "out", made)
+        good = judge(there, rows, size, tensor_bytes(made))
+        rows, _ = measure(back, made, hf, args.dir, args.pairs, args.jobs)
+        # A Megatron checkpoint repeats what TP replicates; an export reads one copy of each.
+        good &= judge(back, rows, size, size)
         same = (
             subprocess.run(["cmp", *map(str, (weight_files(hf)[0], weight_files(args.dir / "out")[0]))]).returncode == 0
         )
