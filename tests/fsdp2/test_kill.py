@@ -35,29 +35,34 @@ def _die() -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def _train_and_die(rank: int, raw: dict, save: str, moment: float | tuple[str, str, int]) -> None:
-    """Train, and die in the first save: some seconds after its folder appears, or at a point of `POINTS`."""
+def _train_and_die(rank: int, raw: dict, save: str, moment: float | tuple[str, str, int], spared: int) -> None:
+    """Train, and die in the save after `spared` others: some seconds after its folder appears, or at a point of `POINTS`."""
     import importlib
 
     if isinstance(moment, tuple):
         path, when, victim = moment
         module, _, name = path.rpartition(".")
         place = importlib.import_module(module)
-        plain = getattr(place, name)
+        plain, calls = getattr(place, name), []
 
         def dying(*args, **how):
-            if when == "before":
+            calls.append(name)
+            if when == "before" and len(calls) > spared:
                 _die()
             result = plain(*args, **how)
-            _die()
+            if len(calls) > spared:
+                _die()
             return result
 
         if rank == victim:
             setattr(place, name, dying)
     else:
+        left_over = set(Path(save).glob("*.tmp-*"))
 
         def watch():
-            while not list(Path(save).glob("*.tmp-*")):
+            seen: set[Path] = set()
+            while len(seen) <= spared:
+                seen |= set(Path(save).glob("*.tmp-*")) - left_over
                 time.sleep(0.0005)
             time.sleep(moment)
             _die()
@@ -97,7 +102,7 @@ def test_kills_while_saving_lose_nothing(behind, tmp_path):
         if iteration >= 15:
             continue
         with pytest.raises(CaseFailed):
-            run(_train_and_die, 2, changed(going, change), str(save), moment, timeout=60)
+            run(_train_and_die, 2, changed(going, change), str(save), moment, int(behind), timeout=120)
     change, iteration = begin(save, hf)
     launch(2, changed(going, change), metrics, timeout=240)
     assert [*reached, iteration] == sorted([*reached, iteration]) and 0 < iteration < 16
