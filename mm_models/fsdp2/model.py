@@ -1,8 +1,8 @@
 """What a Hugging Face vision-language model computes in training: one collated batch in, logits or the summed loss out.
 
-Mixins stand before Hugging Face's classes. `Conditional` is the whole model: `model`, then `lm_head`. `Multimodal` is its `model`:
-an embedding, `visual` and `language_model`. `Tower` is `visual`. Positions are always given, nothing is cached, and the functions around the
-modules (mask, positions of patches, placing features) are the components of the other target.
+Mixins stand before Hugging Face's classes. `Conditional` is the whole model: `model`, then `lm_head`. `Multimodal` is its
+`model`: an embedding, `visual` and `language_model`. `Tower` is `visual`. Positions are always given, nothing is cached, and the
+functions around the modules (mask, positions of patches, placing features) are the components of the other target.
 """
 
 from __future__ import annotations
