@@ -20,11 +20,13 @@ def main() -> None:
 
     config = load_config(args.config, args.overrides)
     from mm_models.device import device_type
+    from mm_models.fsdp2 import checkpoint
     from mm_models.fsdp2.validation import plan
     from mm_models.train import log, session
 
     found = plan(config, args.world or session.world_size(), args.platform or device_type())
     if args.check:
+        checkpoint.check_source(found)
         log.say(session.launcher_rank(), *found.lines, "check passed")
         return
     from mm_models.fsdp2.training import train
