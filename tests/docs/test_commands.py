@@ -86,7 +86,7 @@ def run_page(page: str, checkout: Path) -> None:
             assert done.returncode == 0, f"{block}\n{block.text}\n{done.stdout[-3000:]}\n{done.stderr[-3000:]}"
 
 
-@pytest.mark.timeout(900)
+@pytest.mark.timeout(1500)
 def test_the_commands_run(checkout):
     """The README's chain, and the pages that go on from it."""
     for page in EXPECTED:
