@@ -42,6 +42,8 @@ def load_json(path: str | Path) -> Any:
         return json.loads(path.read_text(encoding="utf-8"), object_pairs_hook=once)
     except json.JSONDecodeError as error:
         raise UserError(f"{path}: not valid JSON, line {error.lineno} column {error.colno}: {error.msg}.") from error
+    except UnicodeDecodeError as error:
+        raise UserError(f"{path}: not UTF-8 text ({error.reason} at byte {error.start}).") from error
 
 
 def validate(schema: type[Model], data: Any, where: str) -> Model:

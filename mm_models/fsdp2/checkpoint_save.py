@@ -25,6 +25,7 @@ import torch
 import torch.distributed as dist
 
 from mm_models.config.fsdp2 import resolved
+from mm_models.errors import UserError
 from mm_models.fsdp2 import assembly, schedule_lr
 from mm_models.fsdp2.checkpoint import SOURCE_KIND, TRAINER_FILE
 from mm_models.fsdp2.shards import Shard, shards
@@ -52,6 +53,18 @@ class _Writing:
         self.state, self.tmp = state, tmp
         self.written: Written | None = None
         self.thread: threading.Thread | None = None
+
+
+def check_folder(save: str | None) -> None:
+    """Make the folder checkpoints go to, or refuse it now: after hours of training it would be too late."""
+    if save is None:
+        return
+    try:
+        Path(save).mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"training.save: {save} cannot be made ({error}). Name another folder.") from error
+    if not os.access(save, os.W_OK | os.X_OK):
+        raise UserError(f"training.save: {save} cannot be written. Name another folder, or mend its rights.")
 
 
 class Saver:

@@ -13,9 +13,8 @@ from dataclasses import dataclass
 import torch
 
 from mm_models.data.loader import build_loader
-from mm_models.fsdp2 import checkpoint, schedule_lr, start
+from mm_models.fsdp2 import checkpoint, checkpoint_save, schedule_lr, start
 from mm_models.fsdp2 import session as sessions
-from mm_models.fsdp2.checkpoint_save import Saver
 from mm_models.fsdp2.features.profiler import Tools
 from mm_models.fsdp2.optimizer import Optimizer
 from mm_models.fsdp2.schedule_lr import Schedule
@@ -48,6 +47,7 @@ class Trainer:
 def train(plan: RunPlan) -> None:
     """Train as `plan` says. Raises `UserError` for the user's mistakes and `StoppedBySignal` after a clean stop."""
     checkpoint.check_source(plan)
+    checkpoint_save.check_folder(plan.config.training.save)
     lines = start.make_deterministic(plan)
     session = sessions.start(plan)
     signals = Signals()
@@ -87,7 +87,7 @@ def run(trainer: Trainer, state: Progress, signals: Signals) -> None:
         metrics=training.log_metrics,
         tensorboard=training.tensorboard_dir,
     )
-    saver = Saver(trainer) if training.save else None
+    saver = checkpoint_save.Saver(trainer) if training.save else None
     stop = None
     with Tools(session.plan.config.tools, rank=session.rank, device=session.device) as tools:
         for iteration in range(state.iteration + 1, training.train_iters + 1):

@@ -189,6 +189,25 @@ def test_a_damaged_checkpoint_is_refused_by_name(file, how, hf, tmp_path):
     assert file in str(caught.value) or (file == ".metadata" and how == "gone" and "iter_0000001" in str(caught.value))
 
 
+def test_a_flipped_byte_anywhere_in_the_trainer_file_is_refused(hf, tmp_path):
+    """The position, the random states, the schedule: whatever holds a value is compared with its checksum."""
+    from mm_models.errors import UserError
+    from mm_models.fsdp2 import checkpoint
+
+    launch(1, settings(hf, tmp_path / "ck", training__train_iters=1), tmp_path / "a.jsonl")
+    file = tmp_path / "ck" / "iter_0000001" / checkpoint.TRAINER_FILE
+    whole, good = file.read_bytes(), str(checkpoint._load(file))
+    refused = 0
+    for at in range(7, len(whole), 97):
+        file.write_bytes(whole[:at] + bytes([whole[at] ^ 4]) + whole[at + 1 :])
+        try:
+            assert str(checkpoint._load(file)) == good, at  # between two entries, where nothing is read
+        except UserError as error:
+            assert str(file) in str(error)
+            refused += 1
+    assert refused > len(whole) / 97 / 2
+
+
 def test_a_changed_schedule_and_a_finished_run_are_refused(hf, tmp_path):
     launch(1, settings(hf, tmp_path / "ck", training__train_iters=2), tmp_path / "a.jsonl")
     again = {"training__load": str(tmp_path / "ck"), "training__train_iters": 2}

@@ -56,6 +56,15 @@ def test_a_failed_save_stops_all_ranks_and_leaves_the_one_before(behind, hf, tmp
     assert (tmp_path / "ck" / TRACKER).read_text() == "1"
 
 
+@pytest.mark.parametrize("below", ["", "folder"])
+def test_a_folder_that_cannot_be_is_refused_before_the_first_step(below, hf, tmp_path):
+    (tmp_path / "file").write_text("")
+    raw = settings(hf, tmp_path / "file" / below, training__log_metrics=str(tmp_path / "m.jsonl"))
+    with pytest.raises(CaseFailed, match=r"UserError: training\.save: .*file.* cannot be made"):
+        run(train, 1, raw, Synthetic())
+    assert not (tmp_path / "m.jsonl").exists()
+
+
 def _slow_writer(rank: int, raw: dict, seconds: float) -> list[tuple[str, int]]:
     """Rank 1 takes its time to write. Returns when each iteration ended and was published, in order."""
     from mm_models.fsdp2 import checkpoint_save, training
