@@ -61,7 +61,10 @@ def _forward_backward(session: Session, model: torch.nn.Module, step: StepBatche
         session.position.at("forward", micro_batch=micro.index)
         loss = micro.loss(model(micro.data))
         session.position.at("backward", micro_batch=micro.index)
-        loss.backward()
+        if (
+            loss.requires_grad
+        ):  # not of a text-only batch in one process when the tower alone trains: its gradient is zero
+            loss.backward()
         total[0] += loss.detach().double()
     session.position.at("reducing the loss")
     torch.distributed.all_reduce(total)

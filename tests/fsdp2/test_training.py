@@ -135,6 +135,18 @@ def test_text_only_ranks_beside_ranks_with_images(hf, tmp_path):
     close(got, want)
 
 
+@pytest.mark.parametrize("recomputed", [False, True], ids=["plain", "reentrant"])
+def test_a_text_only_batch_when_the_tower_alone_trains(recomputed, hf, tmp_path):
+    """One process has no neighbour whose tower must be met, and nothing to send backward: as two processes, which have."""
+    blocks = ["model.visual.blocks.{*}", "model.language_model.layers.{*}"]
+    chosen = {"model.freeze": PARTS["llm"], "features.recompute": recomputed, "training.train_iters": 2}
+    chosen |= {"features.recompute_plan.use_reentrant": True, "features.recompute_plan.apply_modules": blocks}
+    samples = Synthetic(order=(1, 0, 3, 2, 6, 9, 0, 3))
+    one, two = (launch(n, settings(hf, n, **chosen), tmp_path / f"{n}.jsonl", samples) for n in (1, 2))
+    assert one[0]["grad_norm"] > 0
+    close(one, two)
+
+
 # --- what trains -------------------------------------------------------------------------------------------------------
 
 TOWER = [f"model.visual.{part}" for part in ("patch_embed", "embeddings", "blocks.{*}", "post_conv_layernorm")]
