@@ -23,6 +23,7 @@ from mm_models.mcore.validation import RunPlan
 from mm_models.train import log, rng
 from mm_models.train.progress import Progress
 from mm_models.weights import hffolder, live, mmfolder
+from mm_models.weights.dcp.folder import is_dcp
 from mm_models.weights.manifest import Checkpoint, open_checkpoint, verify
 
 FREE_ARGS = {
@@ -54,6 +55,11 @@ def check_source(plan: RunPlan) -> Source | None:
     if args.load is None:
         return None
     folder = Path(args.load)
+    if is_dcp(folder):
+        raise UserError(
+            f"--load {folder}: a DCP checkpoint, as the FSDP2 target has them. Convert it: mm-convert dcp_to_mm --dcp {folder} "
+            f"--out NEW_FOLDER {plan.layout.flags()}"
+        )
     if folder.is_dir() and hffolder.is_hf_folder(folder):
         if args.ckpt_step is not None:
             raise UserError(

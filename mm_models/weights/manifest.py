@@ -25,6 +25,8 @@ from mm_models.weights.boxes import Shape, volume
 from mm_models.weights.dtypes import itemsize
 
 FORMAT, VERSION = "mm-models checkpoint", 1
+DCP_METADATA = ".metadata"
+"""What a checkpoint of the other target has in place of rank folders."""
 EXPERT_LAYOUT = "stacked_hf"
 
 
@@ -145,6 +147,10 @@ def write_manifest(folder: Path, manifest: Manifest) -> None:
 
 def read_manifest(path: Path) -> Manifest:
     data = load_json(path)
+    if (path.parent / DCP_METADATA).is_file():
+        raise UserError(
+            f"{path.parent}: a DCP checkpoint, not one of the Megatron target. mm-convert dcp_to_hf and dcp_to_mm read it."
+        )
     if not isinstance(data, dict) or data.get("format") != FORMAT:
         raise UserError(
             f"{path}: not a manifest of this tool (format {data.get('format') if isinstance(data, dict) else None!r})."

@@ -12,6 +12,7 @@ from mm_models.mcore.arguments import parse
 from mm_models.mcore.checkpoint import check_source
 from mm_models.mcore.validation import plan
 from mm_models.train.log import read_metrics
+from mm_models.weights.dcp.folder import open_dcp
 from mm_models.weights.manifest import open_checkpoint
 from tests.harness import CaseFailed
 from tests.mcore.test_checkpoint import SCHEDULE
@@ -65,6 +66,21 @@ def test_a_wrong_load_path_is_refused_before_anything_starts(saved, tmp_path):
     assert "so it is not a checkpoint folder" in load(folder / "iter_0000002" / "mp_rank_00")
     (folder / "latest_checkpointed_iteration.txt").unlink()
     assert "latest_checkpointed_iteration.txt" in load(folder)
+
+
+def test_a_checkpoint_of_the_other_target_is_refused_with_the_command(saved, tmp_path):
+    """DCP here, also with a config.json beside it, which makes it no Hugging Face folder; ours where DCP is read."""
+    (tmp_path / "dcp" / "release").mkdir(parents=True)
+    (tmp_path / "dcp" / "release" / ".metadata").touch()
+    (tmp_path / "dcp" / "release" / "manifest.json").write_text('{"format": "mm-models dcp"}')
+    (tmp_path / "dcp" / "latest_checkpointed_iteration.txt").write_text("release")
+    (tmp_path / "dcp" / "config.json").write_text("{}")
+    message = judged([*tiny_flags(tmp_path, steps=6), "--load", str(tmp_path / "dcp")])
+    assert f"mm-convert dcp_to_mm --dcp {tmp_path / 'dcp'} --out NEW_FOLDER --tp 1" in message
+    with pytest.raises(UserError, match=r"a DCP checkpoint, not one of the Megatron target. mm-convert dcp_to_hf"):
+        open_checkpoint(tmp_path / "dcp")
+    with pytest.raises(UserError, match=r"a checkpoint of the Megatron target, not DCP. mm-convert mm_to_hf"):
+        open_dcp(saved / "ck")
 
 
 def test_another_layout_or_split_names_both_and_the_command(saved, tmp_path):

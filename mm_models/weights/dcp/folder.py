@@ -101,6 +101,10 @@ def resolve(path: str | Path, iteration: int | str | None = None) -> Path:
     if not folder.is_dir():
         raise UserError(f"{path}: {name} is not there, but {said}. Complete checkpoints here: {complete}.")
     if not (folder / metadata.METADATA).is_file():
+        if any(folder.glob("mp_rank_*")):
+            raise UserError(
+                f"{folder}: a checkpoint of the Megatron target, not DCP. mm-convert mm_to_hf and mm_to_dcp read it."
+            )
         raise UserError(
             f"{folder}: no {metadata.METADATA}, so it is not a complete DCP checkpoint. Complete checkpoints here: {complete}."
         )
