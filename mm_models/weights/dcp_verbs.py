@@ -188,6 +188,12 @@ class Opened:
         prefix = _prefix(folder, dcp_prefix)
         if layouts.from_variable() == "stacked" and expert_layout is None:
             expert_layout = "stacked"
+            said = folder.manifest.expert_layout if folder.manifest is not None else expert_layout
+            if said != expert_layout:
+                raise UserError(
+                    f"{folder.path}: its manifest says expert layout {said}, but {layouts.VARIABLE}=1 says stacked. "
+                    f"Unset {layouts.VARIABLE}."
+                )
         names = sources.dcp_names(folder, wmap, family, declared_layout=expert_layout, dcp_prefix=prefix)
         return Opened(
             folder=folder,
