@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 
+from mm_models.cli.convert import main
 from mm_models.fsdp2 import assembly
 from tests.fsdp2 import kit
+from tests.fsdp2.trainer_kit import STEPS, assert_same_step, changed, config, launch, reference, stock, write_hf
 from tests.harness import run
 from tests.models import tiny_glm_model
 
@@ -47,3 +51,27 @@ def test_untied_are_two():
     for result in run(case, 2, {}, False, timeout=60):
         assert result["same"] == [False, False] and result["count"][0] == result["count"][1]
         assert result["names"] == ["model.language_model.embed_tokens.weight", "lm_head.weight"]
+
+
+def test_training_saving_resuming_and_exporting_keep_them_one(tmp_path: Path):
+    """Transposed experts on two expert-parallel ranks, resumed by one process: Hugging Face's losses, norms and weights at the end."""
+    from transformers import Glm4vMoeForConditionalGeneration
+
+    hf = write_hf(tmp_path / "hf", tie_word_embeddings=True)
+    want = reference(hf, steps=STEPS, batch=4)
+    save = {"training.save": str(tmp_path / "a"), "training.save_interval": 2, "model.expert_layout": "stacked"}
+    two = {"parallel.expert_parallel_size": 2, "training.gradient_accumulation_steps": 2}
+    first = launch(2, changed(config(hf), save | two), tmp_path / "a.jsonl")
+    again = {"training.load": str(tmp_path / "a" / "iter_0000002"), "training.save": str(tmp_path / "b")}
+    rest = launch(1, changed(config(hf, training__gradient_accumulation_steps=4), again), tmp_path / "b.jsonl")
+    for got in (first, first[:2] + rest):
+        assert [r["loss"] for r in got] == pytest.approx([r["loss"] for r in want["records"]], rel=1e-5)
+        assert [r["grad_norm"] for r in got] == pytest.approx([r["grad_norm"] for r in want["records"]], rel=1e-4)
+    assert not any("lm_head" in key for key in stock(tmp_path / "b" / f"iter_{STEPS:07d}"))
+    assert main(["dcp_to_hf", "--dcp", str(tmp_path / "b"), "--hf", str(hf), "--out", str(tmp_path / "new")]) in (
+        0,
+        None,
+    )
+    network = Glm4vMoeForConditionalGeneration.from_pretrained(tmp_path / "new", dtype=torch.float32)
+    assert network.lm_head.weight is network.get_input_embeddings().weight
+    assert_same_step({n: p.detach() for n, p in network.named_parameters()}, want["weights"], steps=STEPS)
