@@ -67,6 +67,17 @@ def check_folder(save: str | None) -> None:
         raise UserError(f"training.save: {save} cannot be written. Name another folder, or mend its rights.")
 
 
+def told_of_later(save: str, iteration: int) -> list[str]:
+    """A warning where `save` holds iterations behind `iteration`, at which this run starts: its own will come among them."""
+    later = [name for name in mmfolder.iterations(Path(save)) if name != mmfolder.RELEASE and _number(name) > iteration]
+    if not later:
+        return []
+    return [
+        f"WARNING: {save} holds {', '.join(sorted(later, key=_number)[-3:])} already, and this run starts behind iteration "
+        f"{iteration}: its saves will replace them or stand beside them, and {mmfolder.TRACKER} will name this run's"
+    ]
+
+
 class Saver:
     """Saves of one run. Every method is a collective over the world, called at the same step on all ranks."""
 

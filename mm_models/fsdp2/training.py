@@ -88,6 +88,8 @@ def run(trainer: Trainer, state: Progress, signals: Signals) -> None:
         tensorboard=training.tensorboard_dir,
     )
     saver = checkpoint_save.Saver(trainer) if training.save else None
+    if saver:
+        log.say(session.rank, *checkpoint_save.told_of_later(training.save, state.iteration))
     stop = None
     with Tools(session.plan.config.tools, rank=session.rank, device=session.device) as tools:
         for iteration in range(state.iteration + 1, training.train_iters + 1):

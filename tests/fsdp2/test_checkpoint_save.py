@@ -141,6 +141,14 @@ def test_without_save_nothing_is_saved_and_it_says_so(hf, tmp_path):
     assert "saved iteration" not in first
 
 
+def test_a_run_into_the_folder_of_a_longer_one_says_so(hf, tmp_path):
+    save = tmp_path / "ck"
+    assert "WARNING" not in printed(1, settings(hf, save, training__train_iters=3))[0]
+    again = printed(1, settings(hf, save, training__train_iters=1))[0]
+    assert again.count(f"WARNING: {save} holds iter_0000001, iter_0000002, iter_0000003 already") == 1
+    assert (save / TRACKER).read_text() == "1"
+
+
 def test_the_last_step_is_saved_once(hf, tmp_path):
     first, _ = printed(2, settings(hf, tmp_path / "ck", training__train_iters=4, training__save_interval=2))
     assert [line for line in first.splitlines() if line.startswith("saved iteration")] == [
