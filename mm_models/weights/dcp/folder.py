@@ -187,7 +187,11 @@ def check_prefix(folder: DcpFolder, names: Mapping[str, object], dcp_prefix: str
     if not found or expected in found:
         return
     most = max(found, key=found.get)
-    mend = layouts.reconvert(folder.path, dcp_prefix=most.removeprefix(WEIGHTS)) if most.startswith(WEIGHTS) else ""
+    mend = (
+        layouts.reconvert(folder.path, dcp_prefix=most.removeprefix(WEIGHTS))
+        if most.startswith(WEIGHTS)
+        else "Save it again with torch.distributed.checkpoint.save({'model': state_dict}, ...), the names in it being Hugging Face's."
+    )
     shown = next(key for key in folder.metadata.tensors if key.startswith(most))
     raise UserError(
         f"{folder.path}: its keys begin with {most!r} ({shown}), expected {expected!r} (model. + --dcp_prefix {dcp_prefix!r}). {mend}"
@@ -258,7 +262,9 @@ def _located(
         return told.offset, told.crc32
     if place.file not in opened:
         opened[place.file] = (folder.path / place.file).open("rb", buffering=0)
-    content, found = ptfile.scan_open(_Window(opened[place.file], place.offset, place.length), folder.path / place.file)
+    content, found = ptfile.scan_open(
+        _Window(opened[place.file], place.offset, place.length), Path(f"{folder.path / place.file}: {key}")
+    )
     if () not in found or (found[()].dtype, found[()].shape) != (meta.dtype, item.sizes):
         raise UserError(
             f"{folder.path / place.file}: {key} at {item.offsets} is {content!r}, expected {meta.dtype} {item.sizes}."

@@ -13,7 +13,7 @@ import torch
 
 from mm_models.errors import UserError
 from mm_models.weights.check import compare
-from mm_models.weights.dcp.folder import open_dcp
+from mm_models.weights.dcp.folder import check_prefix, open_dcp
 from mm_models.weights.live import load_shards
 from tests.weights.dcp.kit import rank_shards, whole_shapes
 from tests.weights.folders import copy, model_config, to_dcp
@@ -207,3 +207,16 @@ def test_a_wrong_shape_names_both(hf, tmp_path):
     )
     with pytest.raises(UserError, match=words):
         load(tmp_path / "release", hf, declared_layout="stacked_hf")
+
+
+def test_a_stock_save_without_the_outer_key_is_told_what_to_save(hf, tmp_path):
+    from torch.distributed.checkpoint import save
+    from transformers import Glm4vMoeForConditionalGeneration
+
+    state = Glm4vMoeForConditionalGeneration.from_pretrained(hf, dtype=torch.float32).state_dict()
+    save(dict(state), checkpoint_id=tmp_path / "bare", no_dist=True)
+    names = dict.fromkeys(state)
+    with pytest.raises(UserError, match=r"begin with ''.*save\(\{'model': state_dict\}"):
+        check_prefix(open_dcp(tmp_path / "bare"), names, "")
+    save({"model": state}, checkpoint_id=tmp_path / "named", no_dist=True)
+    check_prefix(open_dcp(tmp_path / "named"), names, "")
