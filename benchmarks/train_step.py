@@ -116,7 +116,7 @@ class Fsdp2:
         from mm_models.fsdp2.step import train_step
 
         trainer = self.trainer
-        return train_step(trainer.session, trainer.model, trainer.optimizer, gathered(data), rate=RATE).loss
+        return train_step(trainer.session, trainer.model, trainer.optimizer, gathered(data), rate=RATE, flops=0).loss
 
 
 SIDES = {

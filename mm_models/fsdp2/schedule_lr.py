@@ -69,7 +69,9 @@ def resume(
     names = [field.name for field in fields(Schedule) if field.name not in idle]
     changed = [name for name in names if getattr(now, name) != getattr(before, name)]
     if changed and training.resume_schedule is None:
-        told = "; ".join(f"{name} was {getattr(before, name)}, is now {getattr(now, name)}" for name in changed)
+        told = "; ".join(
+            f"{name} was {_shown(getattr(before, name))}, is now {_shown(getattr(now, name))}" for name in changed
+        )
         raise UserError(
             f"{where}: the learning-rate schedule differs from the saved run ({told}; warmup and decay count steps). "
             "Resume with the saved run's values, or choose: training.resume_schedule=config takes the YAML's, "
@@ -78,11 +80,16 @@ def resume(
     taken = before if training.resume_schedule == "checkpoint" else now
     line = f"learning rate schedule resumed at step {step}, learning rate {learning_rate(step, taken):.6E}"
     if changed:
+        other, left = ("YAML's", now) if taken is before else ("saved one", before)
         line += (
-            f" (the {training.resume_schedule}'s schedule; by the saved one it would be {learning_rate(step, before):.6E}; "
+            f" (the {training.resume_schedule}'s schedule; by the {other} it would be {learning_rate(step, left):.6E}; "
             f"differing: {', '.join(changed)})"
         )
     return taken, [line]
+
+
+def _shown(value: float | str) -> str:
+    return value if isinstance(value, str) else f"{value:.10g}"
 
 
 def record(schedule: Schedule) -> dict[str, float | str]:

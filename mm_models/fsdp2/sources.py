@@ -98,17 +98,19 @@ def _dcp_layout(folder: Path, asked: str | None) -> str:
     """How a DCP folder holds experts: its manifest says, else the file, else the variable. Refused: what no model can hold."""
     manifest = load_json(folder / mmfolder.MANIFEST) if (folder / mmfolder.MANIFEST).is_file() else {}
     found, said = manifest.get("expert_layout"), "its manifest says so"
-    if found is None:
+    stated = found is not None
+    if not stated:
         found = layouts.declared(asked)
         said = "model.expert_layout says so" if asked else f"{layouts.VARIABLE} says so; the folder has no manifest"
     if found not in HELD_LAYOUTS:
         raise UserError(
-            f"{folder}: experts are {found} ({said}), and the model holds {' or '.join(HELD_LAYOUTS)}. If they lie otherwise, set "
-            f"model.expert_layout. {layouts.reconvert(folder, have=found)}"
+            f"{folder}: experts are {found} ({said}), and the model holds {' or '.join(HELD_LAYOUTS)}. "
+            + ("" if stated else "If they lie otherwise, set model.expert_layout. ")
+            + layouts.reconvert(folder, have=found)
         )
     if asked not in (None, found):
         raise UserError(
-            f"{folder}: experts are {found} ({said}), but model.expert_layout is {asked}. Set it to {found}, or "
+            f"{folder}: experts are {found} ({said}), but model.expert_layout is {asked}. Set it to {found}. "
             f"{layouts.reconvert(folder, asked, have=found)}"
         )
     return found

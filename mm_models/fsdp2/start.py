@@ -99,9 +99,7 @@ def report(session: Session, model: torch.nn.Module, optimizer: Optimizer) -> No
         ),
         f"AdamW: {'one fused kernel' if optimizer.fused else 'torch operations'} "
         f"(training.adam_fused {str(training.adam_fused).lower()})",
-        f"weight decay {training.weight_decay}: {len(optimizer.pieces) - len(exempt)} parameters; "
-        f"none on {len(exempt)} biases and vectors:",
-        *(f"  {name}" for name in exempt),
+        *log.decay_lines(training.weight_decay, len(optimizer.pieces) - len(exempt), exempt),
     )
 
 

@@ -153,7 +153,5 @@ def report_decay(session: Session, pieces: Sequence[optim.Shard], optimizer) -> 
     trained = {name for _, names in found for name in names}
     log.say(
         session.rank,
-        f"weight decay {session.plan.args.weight_decay}: {len(trained) - len(exempt)} parameters; "
-        f"none on {len(exempt)} biases and vectors:",
-        *(f"  {name}" for name in exempt),
+        *log.decay_lines(session.plan.args.weight_decay, len(trained) - len(exempt), exempt),
     )

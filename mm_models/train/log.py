@@ -9,8 +9,9 @@ Only one rank prints iterations: the last, which has the loss, as in Megatron.
 from __future__ import annotations
 
 import json
+import re
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from datetime import datetime
 from pathlib import Path
@@ -188,6 +189,18 @@ def say(rank: int, *lines: str) -> None:
     """Print on rank 0."""
     if rank == 0:
         print(*lines, sep="\n", flush=True)
+
+
+def decay_lines(weight_decay: float, decayed: int, exempt: Sequence[str]) -> list[str]:
+    """Which trained parameters have no weight decay; names that differ in an index alone share a line."""
+    if not weight_decay:
+        return ["weight decay 0"]
+    counts: dict[str, int] = {}
+    for name in exempt:
+        pattern = re.sub(r"\.\d+\.", ".{*}.", name)
+        counts[pattern] = counts.get(pattern, 0) + 1
+    shown = (f"  {name}" + (f" ({count})" if count > 1 else "") for name, count in counts.items())
+    return [f"weight decay {weight_decay}: {decayed} parameters; none on {len(exempt)} biases and vectors:", *shown]
 
 
 def configuration_lines(settings: Mapping[str, object], title: str) -> list[str]:

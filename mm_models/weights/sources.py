@@ -157,7 +157,7 @@ def dcp_layout(folder: DcpFolder, declared_layout: str | None) -> tuple[str, str
     if declared_layout not in (None, found):
         raise UserError(
             f"{folder.path}: its manifest says expert layout {found}, but {declared_layout} was asked for. "
-            f"Ask for {found}, or: {layouts.reconvert(folder.path, declared_layout, have=found)}"
+            f"Ask for {found}. {layouts.reconvert(folder.path, declared_layout, have=found)}"
         )
     return found, "its manifest says so"
 

@@ -70,13 +70,15 @@ def test_a_difference_is_refused_with_both_values_or_chosen():
     with pytest.raises(UserError) as caught:
         resume(saved, training(**longer), step=7, where="ck/iter_0000007")
     told = str(caught.value)
-    assert "ck/iter_0000007" in told and "warmup was 4.0, is now 8.0; decay was 20.0, is now 40.0" in told
+    assert "ck/iter_0000007" in told and "warmup was 4, is now 8; decay was 20, is now 40" in told
     assert "training.resume_schedule=config" in told and "training.resume_schedule=checkpoint" in told
     for winner, want in (("checkpoint", Schedule(**saved)), ("config", Schedule.of(training(**longer)))):
         taken, (line,) = resume(saved, training(**longer, resume_schedule=winner), step=7, where="ck")
         assert taken == want
         assert f"learning rate {learning_rate(7, want):.6E} (the {winner}'s schedule" in line
-        assert f"by the saved one it would be {learning_rate(7, Schedule(**saved)):.6E}" in line
+        other = "YAML's" if winner == "checkpoint" else "saved one"
+        left = Schedule.of(training(**longer)) if winner == "checkpoint" else Schedule(**saved)
+        assert f"by the {other} it would be {learning_rate(7, left):.6E}" in line
 
 
 def test_a_longer_constant_run_needs_no_word():

@@ -135,7 +135,8 @@ def test_what_is_printed_and_by_whom(hf, tmp_path):
         ("0", "cpu", "0,0", "0,0,0", "0-3"),
         ("1", "cpu", "0,1", "0,0,1", "4-7"),
     ]
-    assert "none on 31 biases and vectors:" in first and "\n  model.language_model.norm.weight" in first
+    assert "none on 31 biases and vectors:" in first and "\n  model.language_model.norm.weight\n" in first
+    assert "\n  model.language_model.layers.{*}.self_attn.q_proj.bias (4)\n" in first
     lines = [line for line in last.splitlines() if " iteration " in line]
     assert len(lines) == 4 and " iteration        1/       4 | consumed samples:            2 |" in lines[0]
     assert "training ended at iteration 4 of 4, 8 samples consumed" in first
