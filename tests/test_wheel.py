@@ -17,7 +17,7 @@ import pytest
 
 from tests.docs.markdown import ROOT, tracked
 
-PACKAGES, MODULE = ("mm_models", "specs", "converters"), "pretrain_vlm.py"
+PACKAGES, MODULES = ("mm_models", "specs", "converters"), ("pretrain_vlm.py", "pretrain_fsdp2.py")
 DATA = (".jinja", ".json")
 SCRIPTS = {"mm-convert": "mm_models.cli.convert:main", "mm-models": "mm_models.cli.models:main"}
 PIP = [sys.executable, "-m", "pip", "--disable-pip-version-check", "-q"]
@@ -50,7 +50,7 @@ def test_it_holds_exactly_the_three_packages_and_the_entry_script(wheel):
     files = {path.relative_to(ROOT) for path in tracked()}
     code = {str(path) for path in files if path.parts[0] in PACKAGES and path.suffix == ".py"}
     data = {str(path) for path in files if path.parts[0] == "mm_models" and path.suffix in DATA}
-    assert names == code | data | {MODULE}
+    assert names == code | data | set(MODULES)
     assert not [path for path in files if path.parts[0] in PACKAGES and path.suffix not in (".py", *DATA)]
 
 
@@ -69,7 +69,7 @@ def test_it_declares_the_console_scripts(wheel):
 
 def test_no_other_distribution_owns_the_short_names():
     owners = importlib.metadata.packages_distributions()
-    for name in (*PACKAGES, "pretrain_vlm"):
+    for name in (*PACKAGES, "pretrain_vlm", "pretrain_fsdp2"):
         assert {re.sub(r"[-_.]+", "-", owner) for owner in owners.get(name, ())} <= {"mm-models"}, name
 
 

@@ -150,7 +150,7 @@ class _Dumper(yaml.SafeDumper):
 
     def text(self, word: str) -> yaml.Node:
         try:
-            plain = isinstance(_plain(word, "", None), str)
+            plain = word.isprintable() and isinstance(_plain(word, "", None), str)  # YAML folds odd line breaks
         except _Fault:
             plain = False
         return self.represent_scalar("tag:yaml.org,2002:str", word, style=None if plain else '"')

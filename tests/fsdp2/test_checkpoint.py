@@ -213,7 +213,7 @@ def test_a_changed_schedule_and_a_finished_run_are_refused(hf, tmp_path):
     again = {"training__load": str(tmp_path / "ck"), "training__train_iters": 2}
     with pytest.raises(CaseFailed, match=r"stands at iteration 2, and training.train_iters is 2.*nothing to do"):
         run(train, 1, settings(hf, tmp_path / "ck", **again), Synthetic())
-    with pytest.raises(CaseFailed, match=r"warmup was 0\.6, is now 0\.89.*training\.resume_schedule=config"):
+    with pytest.raises(CaseFailed, match=r"warmup was 0\.6, is now 0\.9;.*training\.resume_schedule=config"):
         run(train, 1, settings(hf, tmp_path / "ck", **again | {"training__train_iters": 3}), Synthetic())
 
 

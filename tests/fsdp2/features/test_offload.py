@@ -243,9 +243,10 @@ def test_under_fully_shard(recomputed):
 
 
 PEAK = """
-import json, resource, sys, torch
+import json, sys, torch
 from mm_models.fsdp2.features import offload, recompute
 from mm_models.fsdp2.features.stores import SpillFileStore, return_freed_memory
+from mm_models.weights.conversion import peak_rss
 from tests.fsdp2.features.models import batch, names, stack
 torch.set_num_threads(1)
 return_freed_memory(1 << 18)
@@ -256,10 +257,9 @@ if recomputed:
 if moved:
     offload.apply(model, names(model), SpillFileStore(in_flight=1 << 23), floor=1 << 18)
 model(*batch(1, size=1, length=64)).backward()
-before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+before = peak_rss()  # getrusage would count the parent that forked this process
 model(*batch(1, size=1, length=length)).backward()
-after = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-print(json.dumps((after - before) * 1024))
+print(json.dumps(peak_rss() - before))
 """
 
 
