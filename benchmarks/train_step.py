@@ -23,6 +23,7 @@ from pathlib import Path
 
 import torch
 
+from tests.fsdp2.kit import plan as fsdp_plan
 from tests.harness import run
 from tests.mcore.batches import batch, hf_inputs
 from tests.mcore.oracle import model_config
@@ -141,13 +142,6 @@ def gathered(data: dict):
 
     batches = iter([data | {"sample_ids": [0]}])
     return gather_step(batches, count=1, loss_type="default", counts=True, device=torch.device("cpu"))
-
-
-def fsdp_plan(model) -> list[str]:
-    """The seeds' `fsdp_plan`, resolved."""
-    blocks = [f"model.visual.blocks.{i}" for i in range(len(model.model.visual.blocks))]
-    layers = [f"model.language_model.layers.{i}" for i in range(len(model.model.language_model.layers))]
-    return ["model.visual", *blocks, "model.language_model", "model.language_model.embed_tokens", *layers, "lm_head"]
 
 
 def prepare(folder: Path) -> None:

@@ -130,14 +130,20 @@ def hugging_face_logits(model, batches: list[dict]) -> torch.Tensor:
     return model(**inputs, mm_token_type_ids=kinds, use_cache=False).logits
 
 
+def summed_loss(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    """Hugging Face's cross entropy before it is divided: logits (1, S, V), labels (1, S) not shifted."""
+    shifted = torch.nn.functional.pad(labels[:, 1:], (0, 1), value=-100)
+    return torch.nn.functional.cross_entropy(
+        logits.float().view(-1, logits.shape[-1]), shifted.view(-1), reduction="sum"
+    )
+
+
 def report(logits, losses, batches, mine, layout, coords, model) -> dict[str, Any]:
     equal, worst, ours, theirs = True, 0.0, 0.0, 0.0
     for at, (got, loss, batch) in enumerate(zip(logits, losses, mine)):
         joined = batches[at * layout.dp : (at + 1) * layout.dp] if layout.ep > 1 else [batch]
         expected = hugging_face_logits(model, joined)[coords.dp if layout.ep > 1 else 0][None]
-        shifted = torch.nn.functional.pad(batch["labels"][:, 1:], (0, 1), value=-100)
-        flat = expected.float().view(-1, expected.shape[-1])
-        reference = torch.nn.functional.cross_entropy(flat, shifted.view(-1), reduction="sum")
+        reference = summed_loss(expected, batch["labels"])
         part = expected.chunk(layout.tp, -1)[coords.tp].transpose(0, 1)
         equal = equal and torch.equal(got, part) and (layout.tp > 1 or torch.equal(loss, reference))
         worst = max(worst, ((got - part).float().abs().max() / part.float().abs().max()).item())

@@ -7,6 +7,7 @@ a key given twice. `validate` turns pydantic's report into one `UserError` that 
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, TypeVar, get_args
 
@@ -44,6 +45,15 @@ def load_json(path: str | Path) -> Any:
         raise UserError(f"{path}: not valid JSON, line {error.lineno} column {error.colno}: {error.msg}.") from error
     except UnicodeDecodeError as error:
         raise UserError(f"{path}: not UTF-8 text ({error.reason} at byte {error.start}).") from error
+
+
+def leaves(content: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """(dotted key, value) of everything in nested mappings that is not a mapping itself."""
+    for key, value in content.items():
+        if isinstance(value, Mapping):
+            yield from leaves(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", value
 
 
 def validate(schema: type[Model], data: Any, where: str) -> Model:

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from mm_models.config.strict import load_json
+from mm_models.config.strict import leaves, load_json
 from mm_models.errors import UserError
 from mm_models.fsdp2 import assembly, schedule_lr, weights
 from mm_models.fsdp2.optimizer import Optimizer
@@ -155,7 +155,7 @@ def _load(file: Path) -> dict:
 
 def _changed(saved: Mapping, now: Mapping) -> list[str]:
     """One line on the keys that differ from the saved run, those of `FREE` left out."""
-    there, here = dict(_leaves(saved)), dict(_leaves(now))
+    there, here = dict(leaves(saved)), dict(leaves(now))
     free = {f"{section}.{key}" for section, keys in FREE.items() for key in keys}
     changed = [
         f"{key} was {there.get(key)}, is {here.get(key)}"
@@ -163,11 +163,3 @@ def _changed(saved: Mapping, now: Mapping) -> list[str]:
         if key not in free and there.get(key) != here.get(key)
     ]
     return [f"settings that differ from the saved run: {'; '.join(changed)}"] if changed else []
-
-
-def _leaves(content: Mapping, prefix: str = ""):
-    for key, value in content.items():
-        if isinstance(value, Mapping):
-            yield from _leaves(value, f"{prefix}{key}.")
-        else:
-            yield f"{prefix}{key}", value

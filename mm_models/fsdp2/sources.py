@@ -7,7 +7,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,7 @@ from typing import Any
 from mm_models.config.family import Family, family_of, family_of_model
 from mm_models.config.fsdp2 import RunConfig
 from mm_models.config.model import ModelConfig, load_model_config
-from mm_models.config.strict import load_json
+from mm_models.config.strict import leaves, load_json
 from mm_models.errors import UserError, nearest
 from mm_models.weights import mmfolder
 from mm_models.weights.dcp import folder as dcp_folder
@@ -138,8 +138,8 @@ def _same_model(family: Family, model: ModelConfig, own: Path, config: Path) -> 
     content = load_json(config)
     if (theirs := family_of(content, str(config))).name != family.name:
         raise UserError(f"model.model_name_or_path {own} is a {family.model_id!r}, {config} a {theirs.model_id!r}.")
-    wanted = dict(_leaves(family.model_json(content, str(config))))
-    have = dict(_leaves(model.model_dump()))
+    wanted = dict(leaves(family.model_json(content, str(config))))
+    have = dict(leaves(model.model_dump()))
     faults = [
         f"{key} is {have.get(key)!r} in {own}, {value!r} in {config}"
         for key, value in wanted.items()
@@ -147,14 +147,6 @@ def _same_model(family: Family, model: ModelConfig, own: Path, config: Path) -> 
     ]
     if faults:
         raise UserError(f"model.model_name_or_path and {config} are not the same model: {'; '.join(faults)}.")
-
-
-def _leaves(content: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    for key, value in content.items():
-        if isinstance(value, Mapping):
-            yield from _leaves(value, f"{prefix}{key}.")
-        else:
-            yield f"{prefix}{key}", value
 
 
 def _same(one: Path, two: Path) -> bool:

@@ -6,7 +6,6 @@ loader at the resumed position, then step, report and save until done. What is c
 
 from __future__ import annotations
 
-import signal
 import time
 from dataclasses import dataclass
 
@@ -21,8 +20,7 @@ from mm_models.fsdp2.schedule_lr import Schedule
 from mm_models.fsdp2.session import Session
 from mm_models.fsdp2.step import StepResult, train_step
 from mm_models.fsdp2.validation import RunPlan
-from mm_models.train import batches, log, watch
-from mm_models.train.entry import StoppedBySignal
+from mm_models.train import batches, ending, log, watch
 from mm_models.train.flops import batch_flops
 from mm_models.train.progress import Progress
 from mm_models.train.signals import Signals
@@ -98,10 +96,8 @@ def run(trainer: Trainer, state: Progress, signals: Signals) -> None:
             state = one_iteration(trainer, state, loader, journal)
             session.position.at("agreeing to go on")
             stop = signals.agreed(session.device)
-            leaving = (
-                stop is not None
-                or iteration == training.train_iters
-                or (training.exit_interval and iteration % training.exit_interval == 0)
+            leaving = ending.leaving(
+                iteration, stop=stop, train_iters=training.train_iters, exit_interval=training.exit_interval
             )
             if saver:
                 saver.poll()
@@ -111,20 +107,8 @@ def run(trainer: Trainer, state: Progress, signals: Signals) -> None:
                 break
     if saver:
         saver.finish()
-    journal.close()
-    if stop is not None:
-        where = (
-            f"saved at iteration {state.iteration} in {training.save}" if saver else "not saved (training.save is null)"
-        )
-        raise StoppedBySignal(
-            stop, f"stopped by {signal.Signals(stop).name} after iteration {state.iteration}, {where}"
-        )
-    log.say(
-        session.rank,
-        journal.closing_line(
-            iteration=state.iteration, train_iters=training.train_iters, consumed_samples=state.consumed_samples
-        ),
-    )
+    saved = f"saved at iteration {state.iteration} in {training.save}" if saver else "not saved (training.save is null)"
+    ending.end(journal, state, stop=stop, saved=saved, rank=session.rank, train_iters=training.train_iters)
 
 
 def one_iteration(trainer: Trainer, state: Progress, loader, journal: log.Journal) -> Progress:

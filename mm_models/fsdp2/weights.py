@@ -6,7 +6,7 @@ rank takes its boxes from what rank 0 sends. Both account for every name the sam
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 
 import torch
 import torch.distributed as dist
@@ -17,6 +17,7 @@ from mm_models.fsdp2.sources import KINDS
 from mm_models.fsdp2.validation import RunPlan
 from mm_models.train import agree, log
 from mm_models.weights import live_shards
+from mm_models.weights.live_common import grouped
 from mm_models.weights.live_shards import LiveShard, LoadReport
 
 AT_A_TIME = 1 << 30
@@ -108,7 +109,8 @@ def _read_and_send(session: Session, held: Mapping[str, Shard]) -> LoadReport:
     }
     report = agree.from_rank_zero(lambda: _load(plan, none), doing="loading weights")
     lacking, read = set(report.unfilled), 0
-    for group in _groups({name: one for name, one in held.items() if name not in lacking}):
+    sizes = ((name, _nbytes(one)) for name, one in held.items() if name not in lacking)
+    for group in grouped(sizes, AT_A_TIME):
         whole: dict[str, torch.Tensor] = {}
 
         def load(group=group, whole=whole) -> int:
@@ -130,17 +132,9 @@ def _read_and_send(session: Session, held: Mapping[str, Shard]) -> LoadReport:
     )
 
 
-def _groups(held: Mapping[str, Shard]) -> Iterator[list[str]]:
-    group, size = [], 0
-    for name, one in held.items():
-        nbytes = torch.Size(one.shape).numel() * one.local.element_size()
-        if group and size + nbytes > AT_A_TIME:
-            yield group
-            group, size = [], 0
-        group.append(name)
-        size += nbytes
-    if group:
-        yield group
+def _nbytes(shard: Shard) -> int:
+    """Of the whole tensor."""
+    return torch.Size(shard.shape).numel() * shard.local.element_size()
 
 
 def _send(session: Session, whole: torch.Tensor | None, shard: Shard) -> None:

@@ -6,7 +6,6 @@ build the loader at the resumed position, then step, report and save until done.
 
 from __future__ import annotations
 
-import signal
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -22,8 +21,7 @@ from mm_models.mcore.arguments import Arguments
 from mm_models.mcore.session import Session
 from mm_models.mcore.step import StepResult, prepare_chunks, train_step
 from mm_models.registry import load_plugins
-from mm_models.train import batches, log, watch
-from mm_models.train.entry import StoppedBySignal
+from mm_models.train import batches, ending, log, watch
 from mm_models.train.progress import Progress
 from mm_models.train.session import launcher_rank, world_size
 from mm_models.train.signals import Signals
@@ -109,30 +107,14 @@ def run(
         state = one_iteration(trainer, state, loader, forward_step, journal, careful=iteration < first + CAREFUL_STEPS)
         session.position.at("agreeing to go on")
         stop = signals.agreed(session.device)
-        leaving = (
-            stop is not None
-            or iteration == args.train_iters
-            or (args.exit_interval and iteration % args.exit_interval == 0)
-        )
+        leaving = ending.leaving(iteration, stop=stop, train_iters=args.train_iters, exit_interval=args.exit_interval)
         if args.save and (leaving or (args.save_interval and iteration % args.save_interval == 0)):
             save(trainer, state)
             saved_at = iteration
         if leaving:
             break
-    journal.close()
-    if stop is not None:
-        where = (
-            f"saved at iteration {saved_at} in {args.save}" if saved_at == state.iteration else "not saved (no --save)"
-        )
-        raise StoppedBySignal(
-            stop, f"stopped by {signal.Signals(stop).name} after iteration {state.iteration}, {where}"
-        )
-    log.say(
-        session.rank,
-        journal.closing_line(
-            iteration=state.iteration, train_iters=args.train_iters, consumed_samples=state.consumed_samples
-        ),
-    )
+    saved = f"saved at iteration {saved_at} in {args.save}" if saved_at == state.iteration else "not saved (no --save)"
+    ending.end(journal, state, stop=stop, saved=saved, rank=session.rank, train_iters=args.train_iters)
 
 
 def one_iteration(

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from mm_models.config.strict import leaves
 from mm_models.errors import UserError
 from mm_models.weights import stores
 from mm_models.weights.boxes import Placement, Shape, intersect
@@ -29,6 +30,19 @@ class LoadReport:
     bytes_read: int
     ignored: tuple[str, ...] = ()
     unfilled: tuple[str, ...] = ()
+
+
+def grouped(sizes: Iterable[tuple[str, int]], limit: int) -> Iterator[list[str]]:
+    """The names, in order, in groups of at most `limit` bytes (a single name may exceed it)."""
+    group, size = [], 0
+    for name, nbytes in sizes:
+        if group and nbytes and size + nbytes > limit:
+            yield group
+            group, size = [], 0
+        group.append(name)
+        size += nbytes
+    if group:
+        yield group
 
 
 def draw_into(wmap: WeightMap, live: Mapping[str, list[tuple[torch.Tensor, Placement]]], seed: int) -> None:
@@ -80,7 +94,7 @@ def check_same_model(wmap: WeightMap, theirs: WeightMap, folder: Path) -> None:
     )
     if faults:
         raise UserError(f"{folder} holds another model than model.json: " + "; ".join(faults) + ".")
-    there, here = (dict(_leaves(one.model.model_dump(mode="json"))) for one in (theirs, wmap))
+    there, here = (_binding(one.model.model_dump(mode="json")) for one in (theirs, wmap))
     differs = [
         f"{key} is {here.get(key)!r}, the checkpoint's is {there.get(key)!r}"
         for key in sorted(set(there) | set(here))
@@ -94,11 +108,6 @@ _FREE = ("pipeline_num_layers", "freeze", "loss_cfg", "init_method_std")
 """Keys of model.json that two uses of one checkpoint may set differently."""
 
 
-def _leaves(config: Mapping, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    for key, value in config.items():
-        if key in _FREE:
-            continue
-        if isinstance(value, Mapping):
-            yield from _leaves(value, f"{prefix}{key}.")
-        else:
-            yield prefix + key, value
+def _binding(content: Mapping[str, Any]) -> dict[str, Any]:
+    """The leaves of a model.json that two uses of one checkpoint must share."""
+    return {key: value for key, value in leaves(content) if not set(key.split(".")) & set(_FREE)}

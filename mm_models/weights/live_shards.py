@@ -8,7 +8,7 @@ model holds experts `stacked_hf` (E, out, in) or `stacked` (E, in, out).
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -24,7 +24,7 @@ from mm_models.weights.dcp.chunks import box_fragments, moment_of
 from mm_models.weights.dcp.writer import optimizer_key
 from mm_models.weights.dtypes import dtype_name
 from mm_models.weights.engine import execute
-from mm_models.weights.live_common import LoadReport, draw_into
+from mm_models.weights.live_common import LoadReport, draw_into, grouped
 from mm_models.weights.model_map import HfTensor, WeightMap, build
 from mm_models.weights.plan import Fragment, plan
 
@@ -249,7 +249,8 @@ def _fill(
 
     _check_dtypes(shards, expected, {p.tensor: fragment.dtype for fragment in held for p in fragment.placements})
     read = 0
-    for group in _groups(shards):
+    sizes = ((name, _staged(shard)) for name, shard in shards.items() if shard.tensor.numel())
+    for group in grouped(sizes, STAGED):
         targets, staged = [], {}
         for name in group:
             live = shards[name].tensor.detach()
@@ -270,21 +271,10 @@ def _in_place(tensor: torch.Tensor) -> bool:
     return tensor.device.type == "cpu" and tensor.is_contiguous()
 
 
-def _groups(shards: Mapping[str, LiveShard]) -> Iterator[list[str]]:
-    """The names, in groups that stage at most `STAGED` bytes (one tensor excepted)."""
-    group, size = [], 0
-    for name, shard in shards.items():
-        live = shard.tensor
-        if not live.numel():
-            continue
-        staged = 0 if _in_place(live) else live.numel() * live.element_size()
-        if group and staged and size + staged > STAGED:
-            yield group
-            group, size = [], 0
-        group.append(name)
-        size += staged
-    if group:
-        yield group
+def _staged(shard: LiveShard) -> int:
+    """Bytes of the staging copy that a shard needs."""
+    live = shard.tensor
+    return 0 if _in_place(live) else live.numel() * live.element_size()
 
 
 def _check_dtypes(shards: Mapping[str, LiveShard], expected: Mapping[str, HfTensor], dtypes: Mapping[str, str]) -> None:
