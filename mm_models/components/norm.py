@@ -1,4 +1,4 @@
-"""Root-mean-square norm in Hugging Face's order of rounding."""
+"""The two norms, in Hugging Face's order of rounding."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 from torch import nn
 
-from mm_models.ops.reference import rms_norm
+from mm_models.ops.reference import layer_norm, rms_norm
 
 
 class RMSNorm(nn.Module):
@@ -23,3 +23,16 @@ class RMSNorm(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.op(x, self.weight, self.eps)
+
+
+class LayerNorm(nn.Module):
+    """`torch.nn.LayerNorm` with weight and bias, its kernel bound as an op."""
+
+    def __init__(self, size: int, *, eps: float, dtype: torch.dtype | None = None, op: Callable = layer_norm):
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(size, dtype=dtype))
+        self.bias = nn.Parameter(torch.empty(size, dtype=dtype))
+        self.eps, self.op = eps, op
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.op(x, self.weight, self.bias, self.eps)

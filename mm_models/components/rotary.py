@@ -1,4 +1,4 @@
-"""Rotary embeddings: the decoder's M-RoPE (partial, half rotation) and the vision tower's 2-D rotary.
+"""Rotary embeddings: the decoder's M-RoPE (partial; by halves or by neighbouring pairs) and the vision tower's 2-D rotary.
 
 Formulas: RoFormer (Su et al., 2021); M-RoPE of Qwen2-VL (Wang et al., 2024): a rotary frequency takes its position from the
 temporal, height or width axis by `mrope_section`. Angles, cos and sin are computed in fp32. The decoder casts cos and sin to
@@ -16,17 +16,23 @@ def inverse_frequencies(dim: int, theta: float) -> torch.Tensor:
 
 
 def mrope_cos_sin(
-    position_ids: torch.Tensor, inv_freq: torch.Tensor, sections: list[int], dtype: torch.dtype
+    position_ids: torch.Tensor,
+    inv_freq: torch.Tensor,
+    sections: list[int],
+    dtype: torch.dtype,
+    *,
+    interleaved: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """cos and sin (B, S, rotary_dim) in `dtype` from `position_ids` (3, B, S) of the axes T, H, W.
 
-    Frequency i takes its axis from `sections` in order: the first `sections[0]` from T, then H, then W.
+    Frequency i takes its axis from `sections` in order: the first `sections[0]` from T, then H, then W. It stands at i and
+    i + rotary_dim / 2 for a rotation of halves; `interleaved`, at 2i and 2i + 1 for one of neighbouring pairs.
     """
     angles = position_ids[..., None].float() * inv_freq  # (3, B, S, rotary_dim / 2)
 
     def by_section(values: torch.Tensor) -> torch.Tensor:
         half = torch.cat([part[i % 3] for i, part in enumerate(values.split(sections, dim=-1))], dim=-1)
-        return torch.cat([half, half], dim=-1).to(dtype)
+        return (half.repeat_interleave(2, dim=-1) if interleaved else torch.cat([half, half], dim=-1)).to(dtype)
 
     return by_section(angles.cos()), by_section(angles.sin())
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 import torch.nn.functional as F
 
@@ -11,6 +13,21 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     wide = x.float()
     wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
     return weight * wide.to(x.dtype)
+
+
+def layer_norm(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, eps: float) -> torch.Tensor:
+    """(..., H), (H,), (H,) -> (..., H)."""
+    return F.layer_norm(x, weight.shape, weight, bias, eps)
+
+
+def gelu(x: torch.Tensor) -> torch.Tensor:
+    """Exact GELU, by the error function."""
+    return F.gelu(x)
+
+
+def quick_gelu(x: torch.Tensor) -> torch.Tensor:
+    """`x * sigmoid(1.702 x)`."""
+    return x * torch.sigmoid(1.702 * x)
 
 
 def silu_mul(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
@@ -45,11 +62,25 @@ def rotate_half(x: torch.Tensor) -> torch.Tensor:
     return torch.cat((-second, first), dim=-1)
 
 
+def rotate_pairs(x: torch.Tensor) -> torch.Tensor:
+    """(..., D) -> each pair of neighbours (a, b) as (-b, a)."""
+    return torch.stack((-x[..., 1::2], x[..., 0::2]), dim=-1).flatten(-2)
+
+
 def apply_rotary(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
     """Rotate the first `cos.shape[-1]` dimensions of each head of `x` (..., heads, D); cos, sin (..., rotary_dim) in x's dtype."""
+    return _rotate(x, cos, sin, rotate_half)
+
+
+def apply_rotary_interleaved(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    """As `apply_rotary`, by pairs of neighbouring dimensions; cos and sin hold each angle twice in a row."""
+    return _rotate(x, cos, sin, rotate_pairs)
+
+
+def _rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, turn: Callable) -> torch.Tensor:
     cos, sin = cos.unsqueeze(-2), sin.unsqueeze(-2)
     rotated, passed = x[..., : cos.shape[-1]], x[..., cos.shape[-1] :]
-    return torch.cat([(rotated * cos) + (rotate_half(rotated) * sin), passed], dim=-1)
+    return torch.cat([(rotated * cos) + (turn(rotated) * sin), passed], dim=-1)
 
 
 def apply_rotary_fp32(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
