@@ -30,14 +30,17 @@ class Rotary(nn.Module):
 
 
 class TextRotary(Rotary):
-    """M-RoPE of the decoder: (hidden, position_ids (3, B, S)) -> cos, sin (B, S, rotary_dim) in hidden's dtype."""
+    """M-RoPE of the decoder: (hidden, position_ids (3, B, S)) -> cos, sin (B, S, rotary_dim) in hidden's dtype.
 
-    def __init__(self, dim: int, theta: float, sections: list[int]):
+    `interleaved`: for a rotation of neighbouring pairs.
+    """
+
+    def __init__(self, dim: int, theta: float, sections: list[int], *, interleaved: bool = False):
         super().__init__(dim, theta)
-        self.sections = list(sections)
+        self.sections, self.interleaved = list(sections), interleaved
 
     def forward(self, hidden: torch.Tensor, position_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        return mrope_cos_sin(position_ids, self.inv_freq, self.sections, hidden.dtype)
+        return mrope_cos_sin(position_ids, self.inv_freq, self.sections, hidden.dtype, interleaved=self.interleaved)
 
 
 class VisionRotary(Rotary):
@@ -70,6 +73,40 @@ class MLP(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.down_proj(self.silu_mul(self.gate_proj(x), self.up_proj(x)))
+
+
+class FusedMLP(nn.Module):
+    """Gated MLP of two linears, the first one's rows [gate; up]."""
+
+    def __init__(self, gate_up_proj: nn.Linear, down_proj: nn.Linear, *, swiglu: Callable):
+        super().__init__()
+        self.gate_up_proj, self.down_proj, self.swiglu = gate_up_proj, down_proj, swiglu
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down_proj(self.swiglu(self.gate_up_proj(x)))
+
+
+class PlainMLP(nn.Module):
+    """Two linears with an activation between them."""
+
+    def __init__(self, fc1: nn.Linear, fc2: nn.Linear, *, activation: Callable):
+        super().__init__()
+        self.fc1, self.fc2, self.activation = fc1, fc2, activation
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.fc2(self.activation(self.fc1(x)))
+
+
+class PatchMerger(nn.Module):
+    """Qwen's merger of Hugging Face's parts: (patches, hidden) -> (tokens, out), each patch normed, a token's patches side by side."""
+
+    def __init__(self, ln_q: nn.Module, mlp: nn.Sequential, *, activation: Callable):
+        super().__init__()
+        self.ln_q, self.mlp, self.activation = ln_q, mlp, activation
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        up, _, down = self.mlp
+        return down(self.activation(up(self.ln_q(x).view(-1, up.in_features))))
 
 
 class TextAttention(nn.Module):

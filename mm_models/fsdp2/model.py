@@ -1,7 +1,7 @@
 """What a Hugging Face vision-language model computes in training: one collated batch in, logits or the summed loss out.
 
 Mixins stand before Hugging Face's classes. `Conditional` is the whole model: `model`, then `lm_head`. `Multimodal` is its
-`model`: an embedding, `visual` and `language_model`. `Tower` is `visual`. Positions are always given, nothing is cached, and the
+`model`: an embedding, `visual` and `language_model`. `Tower` or `WindowedTower` is `visual`. Positions are always given, nothing is cached, and the
 functions around the modules (mask, positions of patches, placing features) are the components of the other target.
 """
 
@@ -15,6 +15,7 @@ from mm_models.components.attention import causal_padding_mask, frame_lengths
 from mm_models.components.loss import shift_labels
 from mm_models.components.multimodal import check_image_tokens, join, place_features
 from mm_models.components.rotary import vision_position_ids
+from mm_models.components.windows import windows
 from mm_models.errors import UserError
 
 
@@ -76,9 +77,27 @@ class Tower:
             pixels,
             grid_thw=grid_thw,
             position_ids=vision_position_ids(grid_thw, self.config.spatial_merge_size),
-            cu_seqlens=torch.tensor([0, *lengths]).cumsum(0),  # on the host: it is only read there
+            cu_seqlens=_boundaries(lengths),
+            **self._windows(grid_thw),
         )
         return outputs.pooler_output
+
+    def _windows(self, grid_thw: torch.Tensor) -> dict[str, torch.Tensor]:
+        return {}
+
+
+class WindowedTower(Tower):
+    """A tower whose blocks attend inside windows, but for some: the order of windows goes in, features come out in the order of pixels."""
+
+    def _windows(self, grid_thw: torch.Tensor) -> dict[str, torch.Tensor]:
+        config = self.config
+        found = windows(grid_thw, merge=config.spatial_merge_size, window=config.window_size, patch=config.patch_size)
+        return {"window_index": found.index, "cu_window_seqlens": _boundaries(found.lengths)}
+
+
+def _boundaries(lengths: list[int]) -> torch.Tensor:
+    """On the host: they are only read there."""
+    return torch.tensor([0, *lengths]).cumsum(0)
 
 
 def training(module: torch.nn.Module, mixin: type) -> torch.nn.Module:
