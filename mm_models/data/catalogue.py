@@ -4,15 +4,19 @@ CATALOGUE: dict[str, dict[str, str]] = {
     "datasets": {
         "huggingface": "mm_models.data.dataset:ChatDataset",
     },
+    # `glm4.1v` and `qwen2vl` are the field's names, the others those of the models.
     "templates": {
+        "glm4.1v": "mm_models.data.templates.glm4v:Glm4vTemplate",
+        "glm4v": "mm_models.data.templates.glm4v:Glm4vTemplate",
         "glm4v_moe": "mm_models.data.templates.glm4v_moe:Glm4vMoeTemplate",
+        "qwen2_vl": "mm_models.data.templates.qwen2vl:Qwen2VLTemplate",
+        "qwen2vl": "mm_models.data.templates.qwen2vl:Qwen2VLTemplate",
     },
-    # One collator, two names: positions come from the model's own rule, so `qwen3vl` with GLM gives GLM's.
+    # One collator under every name: positions come from the model's own rule, so `qwen3vl` with GLM gives GLM's.
     "collators": {
-        "glm4v_moe": "mm_models.data.collator:VisionLanguageCollator",
-        "qwen3vl": "mm_models.data.collator:VisionLanguageCollator",
+        id: "mm_models.data.collator:VisionLanguageCollator"
+        for id in ("glm4.1v", "glm4v", "glm4v_moe", "qwen2_vl", "qwen2vl", "qwen3vl")
     },
-    "positions": {
-        "glm4v_moe_lm": "mm_models.data.positions:glm4v_moe",
-    },
+    # And one rule for all of them, as long as samples hold images alone.
+    "positions": {id: "mm_models.data.positions:mrope" for id in ("glm4v_lm", "glm4v_moe_lm", "qwen2_5_lm", "qwen2lm")},
 }

@@ -33,7 +33,7 @@ Positions = Callable[..., Tensor]
 
 
 class VisionLanguageCollator:
-    """Collators `glm4v_moe` and `qwen3vl`."""
+    """The collator, whichever of its names data.json has."""
 
     def __init__(
         self,

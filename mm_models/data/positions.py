@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 
-def glm4v_moe(
+def mrope(
     input_ids: Tensor,
     attention_mask: Tensor,
     image_grid_thw: Tensor | None,
@@ -23,7 +23,7 @@ def glm4v_moe(
     image_token_id: int,
     spatial_merge_size: int,
 ) -> Tensor:
-    """GLM-4.5V: equal to `Glm4vMoeModel.get_rope_index` of transformers 5.24 for text and images.
+    """For text and images equal to `get_rope_index` of transformers 5.24 of GLM-4.5V, GLM-4.1V, Qwen2-VL and Qwen2.5-VL.
 
     Text counts up by one in all three rows. An image of grid (t, h, w) starts at the running counter c and holds
     (c + time, c + row, c + column) over (t, h / merge, w / merge); the counter then moves on by max(h, w) / merge.

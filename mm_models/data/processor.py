@@ -26,13 +26,30 @@ CONFIG_FILES = ("processor_config.json", "preprocessor_config.json", "tokenizer_
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ProcessorKind:
-    """One family: its processor and PIL image processor ("module:class"), and its resize rule ("module:function")."""
+    """One family: its processor and PIL image processor ("module:class"), its resize rule ("module:function"), and the
+    attributes the processor takes from tokens."""
 
     processor: str
     image_processor: str
     smart_resize: str
     frames_in_size: bool
-    """`size` bounds frames x height x width, with a still image counted as `temporal_patch_size` frames."""
+    """`size` bounds frames x height x width, with a still image counted as `temporal_patch_size` frames; without,
+    height x width alone."""
+    image_token: str
+    video_token: str
+    token_ids: dict[str, str] = dataclasses.field(default_factory=dict)
+    """Further attributes that hold the id of a token."""
+
+
+def _qwen(processor: str) -> ProcessorKind:
+    return ProcessorKind(
+        processor=processor,
+        image_processor="transformers.models.qwen2_vl.image_processing_pil_qwen2_vl:Qwen2VLImageProcessorPil",
+        smart_resize="transformers.models.qwen2_vl.image_processing_pil_qwen2_vl:smart_resize",
+        frames_in_size=False,
+        image_token="<|image_pad|>",
+        video_token="<|video_pad|>",
+    )
 
 
 KINDS = {
@@ -41,7 +58,12 @@ KINDS = {
         image_processor="transformers.models.glm4v.image_processing_pil_glm4v:Glm4vImageProcessorPil",
         smart_resize="transformers.models.glm4v.image_processing_pil_glm4v:smart_resize",
         frames_in_size=True,
+        image_token="<|image|>",
+        video_token="<|video|>",
+        token_ids={"video_start_id": "<|begin_of_video|>", "video_end_id": "<|end_of_video|>"},
     ),
+    "Qwen2VLProcessor": _qwen("transformers.models.qwen2_vl.processing_qwen2_vl:Qwen2VLProcessor"),
+    "Qwen2_5_VLProcessor": _qwen("transformers.models.qwen2_5_vl.processing_qwen2_5_vl:Qwen2_5_VLProcessor"),
 }
 
 
@@ -64,7 +86,7 @@ def load_processor(
     tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
     image_processor = _named(kind.image_processor).from_pretrained(folder, local_files_only=True)
     _set_bounds(image_processor, kind, image_min_pixels, image_max_pixels, folder)
-    return _without_video(_named(kind.processor))(
+    return _without_video(kind)(
         image_processor=image_processor, tokenizer=tokenizer, chat_template=_chat_template(folder, tokenizer)
     )
 
@@ -76,11 +98,12 @@ def image_grid(processor: Any, height: int, width: int) -> tuple[int, int, int]:
     """
     images = processor.image_processor
     kind = KINDS[type(processor).__name__]
+    unit = images.temporal_patch_size
+    frames = {"num_frames": unit, "temporal_factor": unit} if kind.frames_in_size else {}
     resized = _named(kind.smart_resize)(
-        num_frames=images.temporal_patch_size,
+        **frames,
         height=height,
         width=width,
-        temporal_factor=images.temporal_patch_size,
         factor=images.patch_size * images.merge_size,
         min_pixels=images.size["shortest_edge"],
         max_pixels=images.size["longest_edge"],
@@ -136,23 +159,25 @@ def _named(target: str) -> Any:
     return getattr(importlib.import_module(module), attribute)
 
 
-def _without_video(stock: type) -> type:
+def _without_video(kind: ProcessorKind) -> type:
     """A subclass of the stock processor that neither has nor asks for a video processor, and saves under the stock
     name.
 
     Transformers reads a processor's parts from the parameter names of `__init__`: without `video_processor` there is
     none.
     """
+    stock = _named(kind.processor)
 
     class ImageOnlyProcessor(stock):
         def __init__(self, image_processor=None, tokenizer=None, chat_template=None, **kwargs):
             from transformers.processing_utils import ProcessorMixin
 
             token_id = tokenizer.convert_tokens_to_ids
-            self.image_token, self.video_token = "<|image|>", "<|video|>"
-            self.image_token_id, self.video_token_id = token_id(self.image_token), token_id(self.video_token)
+            self.image_token, self.video_token = kind.image_token, kind.video_token
+            self.image_token_id, self.video_token_id = token_id(kind.image_token), token_id(kind.video_token)
             ProcessorMixin.__init__(self, image_processor, tokenizer, chat_template=chat_template, **kwargs)
-            self.video_start_id, self.video_end_id = token_id("<|begin_of_video|>"), token_id("<|end_of_video|>")
+            for name, token in kind.token_ids.items():
+                setattr(self, name, token_id(token))
 
     ImageOnlyProcessor.__name__ = ImageOnlyProcessor.__qualname__ = stock.__name__
     return ImageOnlyProcessor

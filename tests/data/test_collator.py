@@ -8,7 +8,7 @@ import torch
 from mm_models.components.loss import IGNORE
 from mm_models.data.collator import NEEDS, VisionLanguageCollator
 from mm_models.data.dataset import ChatDataset
-from mm_models.data.positions import glm4v_moe
+from mm_models.data.positions import mrope
 from mm_models.errors import UserError
 from tests.data import kit
 
@@ -34,7 +34,7 @@ def collate(processor):
             "image_processor": processor.image_processor,
             "image_token_id": processor.image_token_id,
             "pad_token_id": processor.tokenizer.pad_token_id,
-            "positions": glm4v_moe,
+            "positions": mrope,
         }
         return VisionLanguageCollator(**defaults | options)
 

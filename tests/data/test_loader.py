@@ -77,7 +77,7 @@ def test_the_training_s_random_state_is_left_alone(load):
 
 
 def test_both_collator_ids_give_glm_positions(load, processor):
-    from mm_models.data.positions import glm4v_moe
+    from mm_models.data.positions import mrope
 
     for data in (
         {"collator_id": "glm4v_moe"},
@@ -85,7 +85,7 @@ def test_both_collator_ids_give_glm_positions(load, processor):
         {"model_name": "qwen3vl"},
     ):
         batch = next(iter(load(micro_batch_size=4, data=data)))
-        expected = glm4v_moe(
+        expected = mrope(
             batch["input_ids"],
             batch["attention_mask"],
             batch["image_grid_thw"],

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from mm_models.data.collator import NEEDS
-from mm_models.data.positions import glm4v_moe
+from mm_models.data.positions import mrope
 from tests.field.kit import agree, gradients, stepped
 from tests.harness import run
 from tests.mcore.batches import IMAGE, batch, hf_inputs
@@ -109,7 +109,7 @@ def padded(samples: list[dict], side: str) -> dict:
     for key in ("image_grid_thw", "pixel_values"):
         if parts := [sample[key] for sample in samples if key in sample]:
             made[key] = torch.cat(parts)
-    made["position_ids"] = glm4v_moe(
+    made["position_ids"] = mrope(
         made["input_ids"],
         made["attention_mask"],
         made.get("image_grid_thw"),

@@ -14,6 +14,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import json
+import re
 from collections.abc import Iterable, Sequence
 from typing import Any, ClassVar
 
@@ -21,6 +22,25 @@ from mm_models.data.rows import IMAGE_MARK, Turn
 from mm_models.errors import UserError
 
 Span = tuple[int, int]
+
+PROBES = (
+    (Turn(role="user", text="one"), Turn(role="assistant", text="two")),
+    (
+        Turn(role="system", text="rules"),
+        Turn(role="user", text=f"{IMAGE_MARK}first {IMAGE_MARK}"),
+        Turn(role="assistant", text="\n an answer \n"),
+        Turn(role="user", text="second"),
+        Turn(role="assistant", text=f"with a picture {IMAGE_MARK} inside"),
+    ),
+    (
+        Turn(role="user", text="q"),
+        Turn(role="assistant", text="<think>old</think>a"),
+        Turn(role="user", text="q"),
+        Turn(role="assistant", text="<think>\nnew\n</think>\n\na"),
+    ),
+    (Turn(role="user", text="q"), Turn(role="assistant", text="")),
+)
+"""Conversations that take every branch."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -33,11 +53,13 @@ class Piece:
     image: bool = False
     """`text` is the image token, repeated to the number of features when encoded."""
     trained: bool = False
+    ours: bool = False
+    """The folder's chat template does not write it: the end token after a last answer that it leaves open."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Rendered:
-    """Pieces of a whole conversation, the end token last, and what the reader of the report should know."""
+    """Pieces of a whole conversation, and what the reader of the report should know."""
 
     pieces: tuple[Piece, ...]
     answered: bool
@@ -63,6 +85,8 @@ class ChatTemplate:
     optional_tokens: ClassVar[tuple[str, ...]] = ()
     """Template words that are one id where the tokenizer has them, and text where not."""
     image_token: ClassVar[str]
+    probes: ClassVar[tuple[tuple[Turn, ...], ...]] = PROBES
+    """Conversations that must render as the folder's own template renders them."""
 
     def __init__(self, processor: Any, *, name: str, enable_thinking: bool = True, mask_history: bool = False):
         self.name, self.enable_thinking, self.mask_history = name, enable_thinking, mask_history
@@ -78,7 +102,9 @@ class ChatTemplate:
         self._literals = tuple(added)
         self._forbidden = frozenset(added.values())
         self._plain = _without_added_tokens(tokenizer)
-        self._prove(processor)
+        self._processor = processor
+        for probe in self.probes:
+            self._prove(probe, "Name the template of this model.")
 
     def render(self, turns: Sequence[Turn]) -> Rendered:
         """Pieces of a conversation; images stand where `IMAGE_MARK` stands in the text. Raises UserError on text the
@@ -111,12 +137,14 @@ class ChatTemplate:
             notes=rendered.notes + self._literal_notes(turns),
         )
 
-    def split(self, text: str, *, trained: bool = False) -> list[Piece]:
-        """Text with image marks as pieces: images are never trained."""
+    def split(self, text: str, *, trained: bool = False, tokens: Sequence[str] = ()) -> list[Piece]:
+        """Text as pieces: image marks become images, which are never trained, and `tokens` in it template tokens."""
         pieces: list[Piece] = []
-        for index, part in enumerate(text.split(IMAGE_MARK)):
-            pieces += self.image_pieces() if index else []
-            pieces += [Piece(text=part, trained=trained)] if part else []
+        for part in re.split(f"({'|'.join(map(re.escape, (IMAGE_MARK, *tokens)))})", text):
+            if part == IMAGE_MARK:
+                pieces += self.image_pieces()
+            elif part:
+                pieces.append(Piece(text=part, token=part in tokens, trained=trained))
         return pieces
 
     def image_pieces(self) -> list[Piece]:
@@ -155,45 +183,25 @@ class ChatTemplate:
         """Tokens the format gives a meaning inside turns of `role`."""
         return ()
 
-    def _prove(self, processor: Any) -> None:
-        """Compare with the folder's own chat template on conversations that take every branch."""
-        for turns in PROBES:
-            pieces = self.render(turns).pieces[:-1]  # the end token after the last answer is ours
-            ours = "".join(piece.text for piece in pieces)
-            messages = [{"role": turn.role, "content": _parts(turn.text)} for turn in turns]
-            theirs = processor.apply_chat_template(messages, tokenize=False, enable_thinking=self.enable_thinking)
-            if ours != theirs:
-                pairs = zip(ours, theirs, strict=False)
-                at = next((at for at, pair in enumerate(pairs) if pair[0] != pair[1]), min(len(ours), len(theirs)))
-                here = slice(max(0, at - 20), at + 20)
-                raise UserError(
-                    f"template {self.name!r} and the chat template of {processor.tokenizer.name_or_path!r} differ "
-                    f"at character {at}: {ours[here]!r}, the folder has {theirs[here]!r}. "
-                    "Name the template of this model."
-                )
+    def _prove(self, turns: Sequence[Turn], remedy: str) -> None:
+        """Refuse a conversation that the folder's own chat template writes in another way."""
+        ours = "".join(piece.text for piece in self.render(turns).pieces if not piece.ours)
+        messages = [{"role": turn.role, "content": _content(turn.text)} for turn in turns]
+        theirs = self._processor.apply_chat_template(messages, tokenize=False, enable_thinking=self.enable_thinking)
+        if ours != theirs:
+            pairs = zip(ours, theirs, strict=False)
+            at = next((at for at, pair in enumerate(pairs) if pair[0] != pair[1]), min(len(ours), len(theirs)))
+            here = slice(max(0, at - 20), at + 20)
+            raise UserError(
+                f"template {self.name!r} and the chat template of {self._processor.tokenizer.name_or_path!r} differ "
+                f"at character {at}: {ours[here]!r}, the folder has {theirs[here]!r}. {remedy}"
+            )
 
 
-PROBES = (
-    (Turn(role="user", text="one"), Turn(role="assistant", text="two")),
-    (
-        Turn(role="system", text="rules"),
-        Turn(role="user", text=f"{IMAGE_MARK}first {IMAGE_MARK}"),
-        Turn(role="assistant", text="\n an answer \n"),
-        Turn(role="user", text="second"),
-        Turn(role="assistant", text=f"with a picture {IMAGE_MARK} inside"),
-    ),
-    (
-        Turn(role="user", text="q"),
-        Turn(role="assistant", text="<think>old</think>a"),
-        Turn(role="user", text="q"),
-        Turn(role="assistant", text="<think>\nnew\n</think>\n\na"),
-    ),
-    (Turn(role="user", text="q"), Turn(role="assistant", text="")),
-)
-
-
-def _parts(text: str) -> list[dict[str, str]]:
-    """A turn as Hugging Face message content."""
+def _content(text: str) -> str | list[dict[str, str]]:
+    """A turn as Hugging Face message content: text alone as a string, which every chat template takes in any role."""
+    if IMAGE_MARK not in text:
+        return text
     parts: list[dict[str, str]] = []
     for index, part in enumerate(text.split(IMAGE_MARK)):
         parts += [{"type": "image"}] if index else []
