@@ -1,5 +1,6 @@
 """The GLM-4.5V family: `Glm4vMoeForConditionalGeneration` folders."""
 
+from converters.glm4v_moe import projector, text, vision
 from mm_models.config.config_map import ConfigMap, Field
 from mm_models.config.family import Family
 
@@ -7,7 +8,8 @@ Glm4vMoeConverter = Family(
     name="Glm4vMoeConverter",
     model_id="glm4v_moe",
     model_types=("glm4v_moe",),
-    ids={"vision_encoder": "glm4v_vit", "vision_projector": "GlmMLP", "text_decoder": "glm4v_moe_lm"},
+    ids={"vision_encoder": ("glm4v_vit",), "vision_projector": ("GlmMLP",), "text_decoder": ("glm4v_moe_lm",)},
+    maps={"vision_encoder": vision.CONFIG, "vision_projector": projector.CONFIG, "text_decoder": text.CONFIG},
     prefixes={
         "vision_encoder": "model.visual.",
         "vision_projector": "model.visual.merger.",
@@ -15,7 +17,7 @@ Glm4vMoeConverter = Family(
         "lm_head": "lm_head.",
     },
     root=ConfigMap(
-        model_id="glm4v_moe",
+        model_id="",
         section="",
         hf_section="",
         fields=(

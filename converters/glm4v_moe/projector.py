@@ -1,7 +1,40 @@
 """`GlmMLP`: the merger between tower and decoder. Small beside both, so it is replicated over TP."""
 
-from mm_models.config.config_map import ConfigMap, Field, Fixed
+from typing import ClassVar, Literal
+
+from converters.parts import INIT
+from mm_models.config.config_map import ConfigMap, Field
+from mm_models.config.sections import ANY, Size, VisionEncoderConfig, VisionProjectorConfig
 from mm_models.weights.rules import REPLICATE, Rule, Same, WeightTable
+
+
+class GlmProjector(VisionProjectorConfig):
+    """`GlmMLP`: `out_hidden_size` features in and out. Its LayerNorm has torch's own epsilon, 1e-5."""
+
+    WITHOUT_EFFECT: ClassVar = VisionProjectorConfig.WITHOUT_EFFECT | dict.fromkeys(
+        ("input_size", "hidden_size", "ffn_hidden_size", "normalization", "layernorm_epsilon", "gated_linear_unit",
+         "add_bias_linear"), ANY,
+    )  # fmt: skip
+
+    out_hidden_size: Size
+    intermediate_size: Size
+    hidden_act: Literal["silu"] = "silu"
+
+    @property
+    def out_features(self) -> int:
+        return self.out_hidden_size
+
+    @property
+    def products(self) -> int:
+        return self.out_hidden_size**2 + 3 * self.out_hidden_size * self.intermediate_size
+
+    def check_encoder(self, encoder: VisionEncoderConfig) -> None:
+        if not encoder.MERGES:
+            raise ValueError(f"GlmMLP takes merged tokens, {encoder.model_id} gives patches; lnmlp merges them")
+        if encoder.out_hidden_size != self.out_hidden_size:
+            raise ValueError(
+                f"out_hidden_size: vision_encoder {encoder.out_hidden_size}, vision_projector {self.out_hidden_size}"
+            )
 
 
 def _sizes(config) -> dict[str, int]:
@@ -36,7 +69,6 @@ CONFIG = ConfigMap(
         Field("out_hidden_size", "out_hidden_size", default=4096),
         Field("intermediate_size", "intermediate_size", default=13696),
         Field("hidden_act", "hidden_act", default="silu"),
-        Field("init_method_std", "initializer_range", default=0.02),
-        Fixed("layernorm_epsilon", 1e-5),  # the class's own nn.LayerNorm default; no config field
+        INIT,
     ),
 )

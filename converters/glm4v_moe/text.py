@@ -4,37 +4,91 @@ Head dimension is explicit (128 at hidden 4096 and 96 heads: not hidden / heads)
 projection does not. The router weight and its correction bias, a persistent buffer, are held in fp32.
 """
 
-from mm_models.config.config_map import ConfigMap, Field, Fixed, Required
+from typing import Annotated, ClassVar
+
+import pydantic
+from pydantic import model_validator
+
+from converters.parts import ALWAYS, ATTENTION, EMBEDDING, HEAD, HF, INIT, LAYER, TIED, decoder_sizes, mlp, qkv_bias
+from mm_models.config.config_map import ConfigMap, Field, Required
+from mm_models.config.sections import ANY, Number, Size, TextDecoderConfig
 from mm_models.weights.rules import (
-    COLUMN,
     EXPERT_GLU,
     EXPERT_ROW,
     GLU,
-    KV_GROUPS,
     REPLICATE,
     ROW,
     Concat,
     Experts,
-    QkvGroups,
     Rule,
     Same,
     WeightTable,
 )  # fmt: skip
 
 
+class GlmMoeText(TextDecoderConfig):
+    """`num_moe_experts` null makes every layer dense; else the first `first_k_dense_replace` layers are."""
+
+    WITHOUT_EFFECT: ClassVar = TextDecoderConfig.WITHOUT_EFFECT | {"layernorm_epsilon": ANY}
+
+    rms_norm_eps: Number
+    num_moe_experts: Size | None = None
+    first_k_dense_replace: Annotated[int, pydantic.Field(ge=0)] = 0
+    moe_ffn_hidden_size: Size | None = None
+    n_shared_experts: Size | None = None
+    moe_router_topk: Size | None = None
+    moe_router_num_groups: Size = 1
+    moe_router_group_topk: Size = 1
+    moe_router_topk_scaling_factor: Number = 1.0
+    norm_topk_prob: bool = True
+
+    @property
+    def eps(self) -> float:
+        return self.rms_norm_eps
+
+    @property
+    def shared_ffn_hidden_size(self) -> int:
+        return self.moe_ffn_hidden_size * self.n_shared_experts
+
+    def is_moe(self, layer: int) -> bool:
+        return self.num_moe_experts is not None and layer >= self.first_k_dense_replace
+
+    def split_widths(self) -> list[tuple[str, int, str]]:
+        if not self.num_moe_experts:
+            return []
+        return [
+            ("num_moe_experts", self.num_moe_experts, "ep"),
+            ("moe_ffn_hidden_size", self.moe_ffn_hidden_size, "etp"),
+            ("shared experts' width", self.shared_ffn_hidden_size, "tp"),
+        ]
+
+    @model_validator(mode="after")
+    def _check_experts(self):
+        moe = ("moe_ffn_hidden_size", "n_shared_experts", "moe_router_topk")
+        if self.num_moe_experts is None:
+            given = [name for name in moe if getattr(self, name) is not None]
+            if given:
+                raise ValueError(f"{', '.join(given)} given without num_moe_experts")
+            return self
+        missing = [name for name in moe if getattr(self, name) is None]
+        if missing:
+            raise ValueError(f"num_moe_experts {self.num_moe_experts} needs {', '.join(missing)}")
+        if self.moe_router_topk > self.num_moe_experts:
+            raise ValueError(f"moe_router_topk {self.moe_router_topk} exceeds num_moe_experts {self.num_moe_experts}")
+        if self.num_moe_experts % self.moe_router_num_groups or self.moe_router_group_topk > self.moe_router_num_groups:
+            raise ValueError(
+                f"moe_router_num_groups {self.moe_router_num_groups} must divide num_moe_experts {self.num_moe_experts} "
+                f"and be at least moe_router_group_topk {self.moe_router_group_topk}"
+            )
+        if self.first_k_dense_replace >= self.num_layers:
+            raise ValueError(
+                f"first_k_dense_replace {self.first_k_dense_replace} leaves no MoE layer of {self.num_layers}; drop num_moe_experts"
+            )
+        return self
+
+
 def _sizes(config) -> dict[str, int]:
-    heads, groups, dim = config.num_attention_heads, config.num_query_groups, config.kv_channels
-    sizes = {
-        "hidden": config.hidden_size,
-        "vocab": config.vocab_size,
-        "heads": heads,
-        "groups": groups,
-        "head_dim": dim,
-        "q": heads * dim,
-        "qkv": (heads + 2 * groups) * dim,
-        "ffn": config.ffn_hidden_size,
-        "2ffn": 2 * config.ffn_hidden_size,
-    }
+    sizes = decoder_sizes(config)
     if config.num_moe_experts:
         sizes |= {
             "experts": config.num_moe_experts,
@@ -46,8 +100,24 @@ def _sizes(config) -> dict[str, int]:
     return sizes
 
 
-LAYER, HF = "decoder.layers.{layer}.", "layers.{layer}."
 EXPERT = HF + "mlp.experts.{expert}."
+MOE = (
+    Rule(mm=LAYER + "mlp.router.weight", hf=Same(HF + "mlp.gate.weight"),
+         shape=("experts", "hidden"), place="text_layer", shard=REPLICATE, when="moe", hold="fp32"),
+    Rule(mm=LAYER + "mlp.router.e_score_correction_bias", hf=Same(HF + "mlp.gate.e_score_correction_bias"),
+         shape=("experts",), place="text_layer", shard=REPLICATE, when="moe", kind="buffer", hold="fp32", init="zeros"),
+    Rule(mm=LAYER + "mlp.experts.gate_up_proj",
+         hf=Experts(per_expert=(EXPERT + "gate_proj.weight", EXPERT + "up_proj.weight"), stacked_hf=HF + "mlp.experts.gate_up_proj"),
+         shape=("experts", "2moe_ffn", "hidden"), place="text_layer", shard=EXPERT_GLU, when="moe"),
+    Rule(mm=LAYER + "mlp.experts.down_proj",
+         hf=Experts(per_expert=(EXPERT + "down_proj.weight",), stacked_hf=HF + "mlp.experts.down_proj"),
+         shape=("experts", "hidden", "moe_ffn"), place="text_layer", shard=EXPERT_ROW, when="moe"),
+    Rule(mm=LAYER + "mlp.shared_experts.linear_fc1.weight",
+         hf=Concat(HF + "mlp.shared_experts.gate_proj.weight", HF + "mlp.shared_experts.up_proj.weight"),
+         shape=("2shared_ffn", "hidden"), place="text_layer", shard=GLU, when="moe"),
+    Rule(mm=LAYER + "mlp.shared_experts.linear_fc2.weight", hf=Same(HF + "mlp.shared_experts.down_proj.weight"),
+         shape=("hidden", "shared_ffn"), place="text_layer", shard=ROW, when="moe"),
+)  # fmt: skip
 
 WEIGHTS = WeightTable(
     model_id="glm4v_moe_lm",
@@ -55,50 +125,10 @@ WEIGHTS = WeightTable(
     mm_prefix="text_decoder.",
     hf_prefixes={"text_decoder": "model.language_model.", "lm_head": "lm_head."},
     sizes=_sizes,
-    features=lambda config: frozenset({"qkv_bias"} if config.add_qkv_bias else ()),
+    features=qkv_bias,
     layer_kind=lambda config, layer: "moe" if config.is_moe(layer) else "dense",
-    rules=(
-        Rule(mm="embedding.word_embeddings.weight", hf=Same("embed_tokens.weight"),
-             shape=("vocab", "hidden"), place="text_first", shard=COLUMN),
-        Rule(mm=LAYER + "input_layernorm.weight", hf=Same(HF + "input_layernorm.weight"),
-             shape=("hidden",), place="text_layer", shard=REPLICATE, init="ones"),
-        Rule(mm=LAYER + "self_attention.linear_qkv.weight",
-             hf=QkvGroups(names=tuple(HF + f"self_attn.{part}_proj.weight" for part in "qkv")),
-             shape=("qkv", "hidden"), place="text_layer", shard=KV_GROUPS),
-        Rule(mm=LAYER + "self_attention.linear_qkv.bias",
-             hf=QkvGroups(names=tuple(HF + f"self_attn.{part}_proj.bias" for part in "qkv")),
-             shape=("qkv",), place="text_layer", shard=KV_GROUPS, when="qkv_bias", init="zeros"),
-        Rule(mm=LAYER + "self_attention.linear_proj.weight", hf=Same(HF + "self_attn.o_proj.weight"),
-             shape=("hidden", "q"), place="text_layer", shard=ROW),
-        Rule(mm=LAYER + "pre_mlp_layernorm.weight", hf=Same(HF + "post_attention_layernorm.weight"),
-             shape=("hidden",), place="text_layer", shard=REPLICATE, init="ones"),
-        Rule(mm=LAYER + "mlp.linear_fc1.weight", hf=Concat(HF + "mlp.gate_proj.weight", HF + "mlp.up_proj.weight"),
-             shape=("2ffn", "hidden"), place="text_layer", shard=GLU, when="dense"),
-        Rule(mm=LAYER + "mlp.linear_fc2.weight", hf=Same(HF + "mlp.down_proj.weight"),
-             shape=("hidden", "ffn"), place="text_layer", shard=ROW, when="dense"),
-        Rule(mm=LAYER + "mlp.router.weight", hf=Same(HF + "mlp.gate.weight"),
-             shape=("experts", "hidden"), place="text_layer", shard=REPLICATE, when="moe", hold="fp32"),
-        Rule(mm=LAYER + "mlp.router.e_score_correction_bias", hf=Same(HF + "mlp.gate.e_score_correction_bias"),
-             shape=("experts",), place="text_layer", shard=REPLICATE, when="moe", kind="buffer", hold="fp32", init="zeros"),
-        Rule(mm=LAYER + "mlp.experts.gate_up_proj",
-             hf=Experts(per_expert=(EXPERT + "gate_proj.weight", EXPERT + "up_proj.weight"), stacked_hf=HF + "mlp.experts.gate_up_proj"),
-             shape=("experts", "2moe_ffn", "hidden"), place="text_layer", shard=EXPERT_GLU, when="moe"),
-        Rule(mm=LAYER + "mlp.experts.down_proj",
-             hf=Experts(per_expert=(EXPERT + "down_proj.weight",), stacked_hf=HF + "mlp.experts.down_proj"),
-             shape=("experts", "hidden", "moe_ffn"), place="text_layer", shard=EXPERT_ROW, when="moe"),
-        Rule(mm=LAYER + "mlp.shared_experts.linear_fc1.weight",
-             hf=Concat(HF + "mlp.shared_experts.gate_proj.weight", HF + "mlp.shared_experts.up_proj.weight"),
-             shape=("2shared_ffn", "hidden"), place="text_layer", shard=GLU, when="moe"),
-        Rule(mm=LAYER + "mlp.shared_experts.linear_fc2.weight", hf=Same(HF + "mlp.shared_experts.down_proj.weight"),
-             shape=("hidden", "shared_ffn"), place="text_layer", shard=ROW, when="moe"),
-        Rule(mm="decoder.final_layernorm.weight", hf=Same("norm.weight"),
-             shape=("hidden",), place="text_last", shard=REPLICATE, init="ones"),
-        Rule(mm="output_layer.weight", hf=Same("weight"), part="lm_head",
-             shape=("vocab", "hidden"), place="text_last", shard=COLUMN, when="untied"),
-        Rule(mm="output_layer.weight", hf=None, alias="embedding.word_embeddings.weight", part="lm_head",
-             shape=("vocab", "hidden"), place="text_last", shard=COLUMN, when="tied"),
-    ),
-)  # fmt: skip
+    rules=(*EMBEDDING, *ATTENTION, *mlp(), *MOE, *HEAD),
+)
 
 CONFIG = ConfigMap(
     model_id="glm4v_moe_lm",
@@ -120,14 +150,7 @@ CONFIG = ConfigMap(
         Field("rms_norm_eps", "rms_norm_eps", default=1e-5),
         Field("activation_func", "hidden_act", default="silu"),
         Field("add_qkv_bias", "attention_bias", default=True),
-        # transformers 4.57 keeps the flag in text_config, 5.x at the root, where it forwards an older text_config's.
-        Field(
-            "untie_embeddings_and_output_weights",
-            ("/tie_word_embeddings", "tie_word_embeddings"),
-            default=True,
-            negate=True,
-            any_true=True,
-        ),
+        TIED,
         Field("num_moe_experts", ("n_routed_experts", "num_local_experts"), default=128),
         Field("first_k_dense_replace", "first_k_dense_replace", default=1),
         Field("moe_ffn_hidden_size", "moe_intermediate_size", default=1408),
@@ -137,10 +160,7 @@ CONFIG = ConfigMap(
         Field("moe_router_group_topk", "topk_group", default=1),
         Field("moe_router_topk_scaling_factor", "routed_scaling_factor", default=1.0),
         Field("norm_topk_prob", "norm_topk_prob", default=True),
-        Field("init_method_std", "initializer_range", default=0.02),
-        Fixed("position_embedding_type", "mrope"),
-        Fixed("gated_linear_unit", True),
-        Fixed("add_bias_linear", False),
-        Fixed("normalization", "RMSNorm"),
+        INIT,
+        *ALWAYS,
     ),
 )

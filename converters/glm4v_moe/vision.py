@@ -3,8 +3,45 @@
 Hugging Face stores attention as one [q; k; v]; here each head's q, k and v stand together, so that a TP slice is whole heads.
 """
 
+from typing import ClassVar, Literal
+
+from converters.parts import INIT
 from mm_models.config.config_map import ConfigMap, Field, Fixed, Required
+from mm_models.config.sections import ANY, Number, Size, VisionEncoderConfig
 from mm_models.weights.rules import GLU, KV_GROUPS, REPLICATE, ROW, Concat, QkvGroups, Rule, Same, WeightTable
+
+
+class GlmVision(VisionEncoderConfig):
+    """`glm4v_vit`: merges patches itself, `out_hidden_size` features per merged token out."""
+
+    WITHOUT_EFFECT: ClassVar = VisionEncoderConfig.WITHOUT_EFFECT | {
+        "layernorm_epsilon": ANY,
+        "post_layer_norm": ANY,
+        "tokens_per_second": ANY,
+        "window_attn_size": ANY,
+    }
+    MERGES: ClassVar = True
+
+    out_hidden_size: Size
+    image_size: Size
+    attention_bias: Literal[False] = False
+    add_bias_linear: Literal[False] = False
+    gated_linear_unit: Literal[True] = True
+    activation_func: Literal["silu"] = "silu"
+    normalization: Literal["RMSNorm"] = "RMSNorm"
+    rms_norm_eps: Number = 1e-5
+
+    @property
+    def eps(self) -> float:
+        return self.rms_norm_eps
+
+    @property
+    def gated(self) -> bool:
+        return True
+
+    @property
+    def merging_products(self) -> int:
+        return self.hidden_size * self.out_hidden_size
 
 
 def _sizes(config) -> dict[str, int]:
@@ -82,7 +119,7 @@ CONFIG = ConfigMap(
         Field("attention_bias", "attention_bias", default=False),
         Field("activation_func", "hidden_act", default="silu"),
         Field("rms_norm_eps", "rms_norm_eps", default=1e-5),
-        Field("init_method_std", "initializer_range", default=0.02),
+        INIT,
         Required("rope_parameters.rope_type", ("axial",)),
         Field("rope_theta", "rope_parameters.rope_theta", default=10000.0),
         Fixed("gated_linear_unit", True),

@@ -14,6 +14,7 @@ import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from mm_models.cli.parser import StrictParser, finish, layer_lists, positive
 from mm_models.errors import UserError, nearest
@@ -45,7 +46,7 @@ def _show(arguments: Sequence[str]) -> int:
     parser.add_argument("model_id", metavar="MODEL_ID")
     _plugin_option(parser)
     args = _parse(parser, arguments)
-    from mm_models.config.config_map import Field, Fixed
+    from mm_models.config.config_map import Derived, Field, Fixed
     from mm_models.errors import unknown_name
     from mm_models.registry import TABLES, table
 
@@ -56,15 +57,17 @@ def _show(arguments: Sequence[str]) -> int:
     print(args.model_id)
     for name in found:
         print(f"  {name:18} {table(name).target(args.model_id)}")
-    if "config_maps" in found:
-        config_map = table("config_maps").get(args.model_id)
-        print(f"\nmodel.json section {config_map.section}, config.json section {config_map.hf_section}")
+    for family, config_map in _config_maps(args.model_id):
+        print(f"\n{family.name}: model.json section {config_map.section}, config.json section {config_map.hf_section}")
         for field in config_map.fields:
             if isinstance(field, Field):
                 default = "computed" if callable(field.default) else repr(field.default)
-                print(f"  {field.mm:36} {' | '.join(field.spellings)}  (absent: {default})")
+                factor = f" x {field.scale}" if field.scale else ""
+                print(f"  {field.mm:36} {' | '.join(field.spellings)}{factor}  (absent: {default})")
+            elif isinstance(field, Derived):
+                print(f"  {field.mm:36} computed from {', '.join(field.spellings)}")
             elif isinstance(field, Fixed):
-                print(f"  {field.mm:36} always {field.value!r}")
+                print(f"  {field.mm:36} {'computed' if callable(field.value) else f'always {field.value!r}'}")
             else:
                 print(f"  {'':36} {' | '.join(field.spellings)} must be {' or '.join(map(repr, field.values))}")
     if "weight_maps" in found:
@@ -72,6 +75,16 @@ def _show(arguments: Sequence[str]) -> int:
         for mm, hf, shape, shard in table("weight_maps").get(args.model_id).patterns():
             print(f"  {mm}\n      {shard:12} {shape}  <- {hf}")
     return 0
+
+
+def _config_maps(model_id: str) -> list[tuple[Any, Any]]:
+    """(family, config map) of every family that has a part called `model_id`."""
+    from mm_models.registry import table
+
+    families = [table("converters").get(name) for name in table("converters").ids()]
+    return [
+        (family, family.maps[section]) for family in families for section, ids in family.ids.items() if model_id in ids
+    ]
 
 
 def _init(arguments: Sequence[str]) -> int:

@@ -6,13 +6,15 @@ One `Family` per entry of the registry table `converters`. It is data; `mm_model
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from mm_models.config.config_map import ConfigMap
 from mm_models.config.model import ModelConfig
-from mm_models.config.strict import validate
+from mm_models.config.sections import Section
+from mm_models.config.strict import load_json, validate
 from mm_models.errors import UserError
 from mm_models.registry import table
 
@@ -25,33 +27,68 @@ NOT_USED = frozenset({
     "pad_token_id", "sep_token_id", "output_attentions", "output_hidden_states", "output_router_logits",
     "router_aux_loss_coef", "return_dict", "use_return_dict", "chunk_size_feed_forward", "is_encoder_decoder",
     "is_decoder", "id2label", "label2id", "problem_type", "use_qk_norm", "image_end_token_id", "video_start_token_id",
-    "video_end_token_id",
+    "video_end_token_id", "vision_end_token_id", "vision_token_id", "max_window_layers", "sliding_window", "layer_types",
+    "spatial_patch_size",
 })  # fmt: skip
 """Keys of config.json that change no tensor and no arithmetic of the forward pass here."""
+
+FLAT_KEYS = frozenset({"rope_scaling", "rope_parameters", "attention_dropout", "max_window_layers", "sliding_window"})
+"""Keys of a decoder, beside those of its config map, that older files have at the root."""
+ROOT_KEYS = frozenset({"tie_word_embeddings", "vision_config", "text_config", "model_type"})
+"""Keys that stay at the root."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Family:
-    """`ids` maps a section to its `model_id`; `prefixes` a part of the weight map to its Hugging Face prefix.
+    """`ids` maps a section to the `model_id`s it may have, the usual one first, and `maps` to its config map.
 
-    `extras` are patterns of Hugging Face tensors that the architecture does not hold and that are ignored by name, printed,
-    and copied through on export. `{num_layers}` in a pattern is the decoder's number of layers.
+    `prefixes` are the Hugging Face prefixes of the parts of the weight map, as transformers has them in memory;
+    `old_prefixes` what older folders have in their place. `fits` tells families with the same ids apart. `extras` are patterns
+    of Hugging Face tensors that the architecture does not hold and that are ignored by name, printed, and copied through on
+    export; `{num_layers}` in a pattern is the decoder's number of layers.
     """
 
     name: str
     model_id: str
     model_types: tuple[str, ...]
-    ids: Mapping[str, str]
+    ids: Mapping[str, tuple[str, ...]]
+    maps: Mapping[str, ConfigMap]
     prefixes: Mapping[str, str]
     root: ConfigMap
+    old_prefixes: Mapping[str, str] = field(default_factory=dict)
+    fits: Callable[[ModelConfig], bool] = lambda model: True
     extras: tuple[str, ...] = ()
+
+    # --- configuration ------------------------------------------------------------------------------------------------
+
+    def nested(self, config: Mapping[str, Any], where: str = "config.json") -> dict[str, Any]:
+        """`config` with the decoder's fields in `text_config`.
+
+        Files of older releases have them at the root. Where both are there they must agree: which one counts depends on
+        the release that reads the file.
+        """
+        text, vision = config.get("text_config"), config.get("vision_config")
+        names = {path[1] for path in self.maps["text_decoder"].known_paths() if path[0] == "text_config"}
+        at_root = {key: value for key, value in config.items() if key in names | FLAT_KEYS and key not in ROOT_KEYS}
+        if not isinstance(text, Mapping):
+            rest = {key: value for key, value in config.items() if key not in at_root}
+            return {**rest, "text_config": at_root, **({"vision_config": vision} if vision is not None else {})}
+        faults = [
+            f"{key} is {value!r} at the root, {text[key]!r} in text_config"
+            for key, value in at_root.items()
+            if key in names and value is not None and text.get(key) is not None and text[key] != value
+        ]
+        if faults:
+            raise UserError(f"{where}: {'; '.join(faults)}. Keep one of each.")
+        return {key: value for key, value in config.items() if key not in at_root}
 
     def model_json(self, config: Mapping[str, Any], where: str = "config.json") -> dict[str, Any]:
         """The content of model.json that a Hugging Face config describes, without `pipeline_num_layers`."""
+        config = self.nested(config, where)
         content: dict[str, Any] = {"model_id": self.model_id, **self.root.from_hf(config, where)}
-        for section, model_id in self.ids.items():
+        for section, ids in self.ids.items():
             inside = content if SECTIONS[section] is None else content.setdefault(SECTIONS[section], {})
-            inside[section] = table("config_maps").get(model_id).from_hf(config, where)
+            inside[section] = {"model_id": ids[0], **self.maps[section].from_hf(config, where)}
         return content
 
     def model(self, config: Mapping[str, Any], where: str = "config.json") -> ModelConfig:
@@ -59,17 +96,15 @@ class Family:
 
     def check_model(self, model: ModelConfig, config: Mapping[str, Any], where: str = "config.json") -> None:
         """Refuse a model.json that disagrees with the Hugging Face config, field by field."""
+        config = self.nested(config, where)
         faults = self.root.disagreements(model.model_dump(), config, where) if model.vision and model.text else []
-        for section, model_id in self.ids.items():
-            part = {"vision_encoder": model.vision, "vision_projector": model.projector, "text_decoder": model.text}[
-                section
-            ]
-            if part is None:
+        for section, part in parts_of(model).items():
+            if part.model_id not in self.ids[section]:
+                faults.append(
+                    f"{section}.model_id is {part.model_id!r}, {where} needs {' or '.join(self.ids[section])}"
+                )
                 continue
-            if part.model_id != model_id:
-                faults.append(f"{section}.model_id is {part.model_id!r}, {where} needs {model_id!r}")
-                continue
-            faults += table("config_maps").get(model_id).disagreements(part.model_dump(), config, where)
+            faults += self.maps[section].disagreements(part.model_dump(), config, where)
         if faults:
             raise UserError(f"model.json disagrees with {where}: " + "; ".join(faults) + ".")
 
@@ -77,18 +112,17 @@ class Family:
         """A Hugging Face config.json for `model`, in the newest spelling."""
         config: dict[str, Any] = {"model_type": self.model_types[0]}
         self.root.to_hf(model.model_dump(), config)
-        for part in (model.vision, model.projector, model.text):
-            if part is not None:
-                table("config_maps").get(part.model_id).to_hf(part.model_dump(), config)
+        for section, part in parts_of(model).items():
+            self.maps[section].to_hf(part.model_dump(), config)
         return config
 
     def unread_keys(self, config: Mapping[str, Any]) -> list[str]:
         """Keys of config.json that no field map reads and that are not known to be harmless."""
-        maps = [self.root, *(table("config_maps").get(model_id) for model_id in self.ids.values())]
+        maps = [self.root, *self.maps.values()]
         known = {".".join(path) for one in maps for path in one.known_paths()}
         sections = {one.hf_section for one in maps}
         unread = []
-        for path, _ in _leaves(config):
+        for path, _ in _leaves(self.nested(config)):
             dotted = ".".join(path)
             tail = ".".join(path[1:]) if path[0] in sections else dotted
             harmless = tail in NOT_USED or tail.split(".")[0] in NOT_USED
@@ -96,38 +130,107 @@ class Family:
                 unread.append(dotted)
         return unread
 
+    # --- names of tensors ---------------------------------------------------------------------------------------------
+
+    def prefixes_of(self, names: Iterable[str], where: str = "the folder") -> dict[str, str]:
+        """Which prefix each part has among `names`, the tensors of one folder. Refused: a part under both of its prefixes."""
+        names, found = list(names), dict(self.prefixes)
+        for part, old in self.old_prefixes.items():
+            new = self.prefixes[part]
+            fresh = [name for name in names if name.startswith(new)]
+            others = [one for other, one in self.prefixes.items() if other != part and one != new]
+            aged = [
+                name
+                for name in names
+                if name.startswith(old) and not name.startswith((new, *others)) and not self._deeper(part, old, name)
+            ]
+            if fresh and aged:
+                raise UserError(
+                    f"{where}: the {part} stands under two names, {aged[0]!r} and {fresh[0]!r}; which one counts is not known."
+                )
+            if aged:
+                found[part] = old
+        return found
+
+    def _deeper(self, part: str, prefix: str, name: str) -> bool:
+        """Whether `name` belongs to another part whose prefix begins with this one's."""
+        return any(
+            len(other) > len(prefix) and other.startswith(prefix) and name.startswith(other)
+            for each in (self.prefixes, self.old_prefixes)
+            for owner, other in each.items()
+            if owner != part
+        )
+
     def is_extra(self, name: str, model: ModelConfig) -> bool:
         """Whether a Hugging Face tensor is on the family's list of known extras."""
         layers = str(model.text.num_layers) if model.text else "-"
         return any(re.fullmatch(pattern.replace("{num_layers}", layers), name) for pattern in self.extras)
 
 
+def parts_of(model: ModelConfig) -> dict[str, Section]:
+    """Section name -> section of every part the model has."""
+    parts = {"vision_encoder": model.vision, "vision_projector": model.projector, "text_decoder": model.text}
+    return {name: part for name, part in parts.items() if part is not None}
+
+
 def family_of(config: Mapping[str, Any], where: str) -> Family:
     """The family of a Hugging Face config, by `model_type`."""
-    converters = table("converters")
-    known: dict[str, Family] = {}
-    for name in converters.ids():
-        family = converters.get(name)
-        known |= dict.fromkeys(family.model_types, family)
+    known = {model_type: family for family in _families() for model_type in family.model_types}
     got = config.get("model_type")
     if got not in known:
         raise UserError(f"{where}: model_type {got!r} has no converter. Known: {', '.join(sorted(known))}.")
     return known[got]
 
 
-def family_of_model(model: ModelConfig) -> Family:
-    """The family whose `model_id`s are the model's: all that it has, and its decoder first of all."""
-    parts = {"vision_encoder": model.vision, "vision_projector": model.projector, "text_decoder": model.text}
-    ids = {section: part.model_id for section, part in parts.items() if part is not None}
-    families = [table("converters").get(name) for name in table("converters").ids()]
-    matching = [
-        family for family in families if all(family.ids.get(section) == model_id for section, model_id in ids.items())
+def families_of_model(model: ModelConfig) -> list[Family]:
+    """The families whose `model_id`s and structure are the model's."""
+    parts = parts_of(model)
+    return [
+        family
+        for family in _families()
+        if all(part.model_id in family.ids[section] for section, part in parts.items()) and family.fits(model)
     ]
+
+
+def family_of_model(model: ModelConfig) -> Family:
+    """The family of a model.json: all its `model_id`s, and where a part alone leaves a choice, the first by name."""
+    matching = families_of_model(model)
     if not matching:
+        ids = {section: part.model_id for section, part in parts_of(model).items()}
         raise UserError(
-            f"no converter joins the model_ids {ids}. Known: {', '.join(family.name for family in families)}."
+            f"no converter joins the model_ids {ids}. Known: {', '.join(family.name for family in _families())}."
         )
     return matching[0]
+
+
+def contradictions(content: Mapping[str, Any]) -> list[str]:
+    """Sizes in a file of another schema that are not those of the model it names: config.json's where its folder is there, else
+    those of the family's published model; with the keys it lacks."""
+    folder = Path(str(content.get("init_from_hf_path"))) / "config.json"
+    family = next((one for one in _families() if one.model_id == content.get("model_id")), None)
+    if folder.is_file():
+        config = load_json(folder)
+        family = family_of(config, str(folder))
+    elif family is not None:
+        config = {"model_type": family.model_types[0]}
+    else:
+        return []
+    wanted, faults = family.model_json(config), []
+    for section, place in SECTIONS.items():
+        have = ((content.get(place) or {}) if place else content).get(section) or {}
+        want = (wanted[place] if place else wanted)[section]
+        faults += [
+            f"{section}.{key} is {have[key]!r}, not {value!r}"
+            for key, value in want.items()
+            if key in have and have[key] != value
+        ]
+        lacking = [key for key in want if key not in have]
+        faults += [f"{section} lacks {', '.join(lacking)}"] if lacking else []
+    return faults
+
+
+def _families() -> list[Family]:
+    return [table("converters").get(name) for name in table("converters").ids()]
 
 
 def _leaves(config: Mapping[str, Any], prefix: tuple[str, ...] = ()):

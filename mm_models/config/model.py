@@ -2,183 +2,41 @@
 
     {"model_id": ..., "image_encoder": {"vision_encoder": {...}, "vision_projector": {...}} | null, "text_decoder": {...} | null}
 
-A part that is null or absent is not built. Sizes follow the field's names (`num_query_groups` are key-value heads,
-`kv_channels` is the head dimension, `ffn_hidden_size` the MLP's inner width). Everything is checked when the file is read:
-unknown keys, types, sums of `pipeline_num_layers`, and, in `check_layout`, what must divide by a parallel degree.
+A part that is null or absent is not built. What a section says is in `config.sections` and, for its own keys, beside the
+family's converters. Everything is checked when the file is read: unknown keys, types, sums of `pipeline_num_layers`, whether
+the parts fit each other, and, in `check_layout`, what must divide by a parallel degree.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import model_validator
 
+from mm_models.config.sections import (
+    FREEZE_DEFAULTS,
+    TextDecoderConfig,
+    VisionEncoderConfig,
+    VisionProjectorConfig,
+    by_model_id,
+    dropped_keys,
+)
 from mm_models.config.strict import StrictModel, load_json, validate
 from mm_models.errors import UserError
 from mm_models.layout import ModelSplit, ParallelLayout, StageSplit, check_divides
 
-Size = Annotated[int, Field(gt=0)]
-Number = Annotated[float, Field(gt=0, allow_inf_nan=False)]
-"""Strict all the same: JSON may write 10000 for 10000.0, but neither "1e4" nor true."""
-LayerCounts = list[int] | list[list[int]] | None
-Freeze = bool | list[str] | None
-
-FREEZE_DEFAULTS = {"vision_encoder": True, "vision_projector": False, "text_decoder": False}
-"""What `freeze` means when it is absent, as in the field."""
-
-
-class VisionEncoderConfig(StrictModel):
-    """A vision transformer: patches in, `out_hidden_size` features per merged token out."""
-
-    model_id: str
-    num_layers: Size
-    pipeline_num_layers: LayerCounts = None
-    freeze: Freeze = None
-    hidden_size: Size
-    num_attention_heads: Size
-    ffn_hidden_size: Size
-    out_hidden_size: Size
-    image_size: Size
-    patch_size: Size = 14
-    temporal_patch_size: Size = 2
-    spatial_merge_size: Size = 2
-    in_channels: Size = 3
-    attention_bias: Literal[False] = False
-    add_bias_linear: Literal[False] = False
-    gated_linear_unit: Literal[True] = True
-    activation_func: Literal["silu"] = "silu"
-    normalization: Literal["RMSNorm"] = "RMSNorm"
-    rms_norm_eps: Number = 1e-5
-    rope_theta: Number = 10000.0
-    init_method_std: Number = 0.02
-
-    @property
-    def head_dim(self) -> int:
-        return self.hidden_size // self.num_attention_heads
-
-    @property
-    def patch_features(self) -> int:
-        """Width of one row of `pixel_values`."""
-        return self.in_channels * self.temporal_patch_size * self.patch_size**2
-
-    @model_validator(mode="after")
-    def _check(self):
-        if self.hidden_size % self.num_attention_heads:
-            raise ValueError(
-                f"hidden_size {self.hidden_size} does not divide by num_attention_heads {self.num_attention_heads}"
-            )
-        if self.head_dim % 4:
-            raise ValueError(f"head dimension {self.head_dim} must be a multiple of 4 for the 2-D rotary embedding")
-        return self
-
-
-class VisionProjectorConfig(StrictModel):
-    """The merger between vision tower and decoder: `out_hidden_size` features in and out."""
-
-    model_id: str
-    freeze: Freeze = None
-    out_hidden_size: Size
-    intermediate_size: Size
-    hidden_act: Literal["silu"] = "silu"
-    layernorm_epsilon: Number = 1e-5
-    init_method_std: Number = 0.02
-
-
-class TextDecoderConfig(StrictModel):
-    """A decoder. `num_moe_experts` null makes every layer dense; else the first `first_k_dense_replace` layers are."""
-
-    model_id: str
-    num_layers: Size
-    pipeline_num_layers: LayerCounts = None
-    freeze: Freeze = None
-    hidden_size: Size
-    ffn_hidden_size: Size
-    num_attention_heads: Size
-    num_query_groups: Size
-    kv_channels: Size
-    vocab_size: Size
-    max_position_embeddings: Size
-    rope_theta: Number
-    partial_rotary_factor: Number = 1.0
-    mrope_section: list[int]
-    position_embedding_type: Literal["mrope"] = "mrope"
-    normalization: Literal["RMSNorm"] = "RMSNorm"
-    rms_norm_eps: Number
-    activation_func: Literal["silu"] = "silu"
-    gated_linear_unit: Literal[True] = True
-    add_bias_linear: Literal[False] = False
-    add_qkv_bias: bool
-    untie_embeddings_and_output_weights: bool
-    num_moe_experts: Size | None = None
-    first_k_dense_replace: Annotated[int, Field(ge=0)] = 0
-    moe_ffn_hidden_size: Size | None = None
-    n_shared_experts: Size | None = None
-    moe_router_topk: Size | None = None
-    moe_router_num_groups: Size = 1
-    moe_router_group_topk: Size = 1
-    moe_router_topk_scaling_factor: Number = 1.0
-    norm_topk_prob: bool = True
-    init_method_std: Number = 0.02
-
-    @property
-    def rotary_dim(self) -> int:
-        """How many leading dimensions of a head are rotated."""
-        return int(self.kv_channels * self.partial_rotary_factor)
-
-    @property
-    def shared_ffn_hidden_size(self) -> int:
-        return self.moe_ffn_hidden_size * self.n_shared_experts
-
-    def is_moe(self, layer: int) -> bool:
-        """Whether global layer `layer` is a mixture-of-experts layer."""
-        return self.num_moe_experts is not None and layer >= self.first_k_dense_replace
-
-    @model_validator(mode="after")
-    def _check(self):
-        if self.num_attention_heads % self.num_query_groups:
-            raise ValueError(
-                f"num_attention_heads {self.num_attention_heads} does not divide by num_query_groups {self.num_query_groups}"
-            )
-        if 2 * sum(self.mrope_section) != self.rotary_dim:
-            raise ValueError(
-                f"mrope_section {self.mrope_section} sums to {sum(self.mrope_section)}, expected half the rotary dimension, "
-                f"kv_channels {self.kv_channels} x partial_rotary_factor {self.partial_rotary_factor} / 2 = {self.rotary_dim / 2:g}"
-            )
-        moe = ("moe_ffn_hidden_size", "n_shared_experts", "moe_router_topk")
-        if self.num_moe_experts is None:
-            given = [name for name in moe if getattr(self, name) is not None]
-            if given:
-                raise ValueError(f"{', '.join(given)} given without num_moe_experts")
-            return self
-        missing = [name for name in moe if getattr(self, name) is None]
-        if missing:
-            raise ValueError(f"num_moe_experts {self.num_moe_experts} needs {', '.join(missing)}")
-        if self.moe_router_topk > self.num_moe_experts:
-            raise ValueError(f"moe_router_topk {self.moe_router_topk} exceeds num_moe_experts {self.num_moe_experts}")
-        if self.num_moe_experts % self.moe_router_num_groups or self.moe_router_group_topk > self.moe_router_num_groups:
-            raise ValueError(
-                f"moe_router_num_groups {self.moe_router_num_groups} must divide num_moe_experts {self.num_moe_experts} "
-                f"and be at least moe_router_group_topk {self.moe_router_group_topk}"
-            )
-        if self.first_k_dense_replace >= self.num_layers:
-            raise ValueError(
-                f"first_k_dense_replace {self.first_k_dense_replace} leaves no MoE layer of {self.num_layers}; drop num_moe_experts"
-            )
-        return self
+__all__ = ["FREEZE_DEFAULTS", "LossConfig", "ModelConfig", "load_model_config"]
 
 
 class ImageEncoderConfig(StrictModel):
-    vision_encoder: VisionEncoderConfig
-    vision_projector: VisionProjectorConfig
+    vision_encoder: by_model_id(VisionEncoderConfig)
+    vision_projector: by_model_id(VisionProjectorConfig)
 
     @model_validator(mode="after")
     def _check(self):
-        if self.vision_encoder.out_hidden_size != self.vision_projector.out_hidden_size:
-            raise ValueError(
-                f"out_hidden_size: vision_encoder {self.vision_encoder.out_hidden_size}, "
-                f"vision_projector {self.vision_projector.out_hidden_size}"
-            )
+        self.vision_projector.check_encoder(self.vision_encoder)
         return self
 
 
@@ -189,6 +47,12 @@ class LossConfig(StrictModel):
     loss_type: Literal["default", "per_token_loss"] = "default"
 
 
+class PatchConfig(StrictModel):
+    """`bridge_patch`: weights come from a Hugging Face folder when training starts, rather than from a converted checkpoint."""
+
+    bridge_patch: bool = False
+
+
 class ModelConfig(StrictModel):
     """model.json as a whole."""
 
@@ -197,10 +61,11 @@ class ModelConfig(StrictModel):
     video_token_id: int | None = None
     vision_start_token_id: int | None = None
     image_encoder: ImageEncoderConfig | None = None
-    text_decoder: TextDecoderConfig | None = None
+    text_decoder: by_model_id(TextDecoderConfig) | None = None
     text_encoder: None = None
     video_encoder: None = None
     loss_cfg: LossConfig = LossConfig()
+    patch: PatchConfig | None = None
 
     @model_validator(mode="after")
     def _check(self):
@@ -209,10 +74,10 @@ class ModelConfig(StrictModel):
         if self.image_encoder and self.text_decoder:
             if self.img_context_token_id is None:
                 raise ValueError("img_context_token_id is needed to place image features among text tokens")
-            out, hidden = self.image_encoder.vision_projector.out_hidden_size, self.text_decoder.hidden_size
+            out, hidden = self.image_encoder.vision_projector.out_features, self.text_decoder.hidden_size
             if out != hidden:
                 raise ValueError(
-                    f"vision_projector.out_hidden_size {out} differs from text_decoder.hidden_size {hidden}"
+                    f"vision_projector gives features of width {out}, text_decoder.hidden_size is {hidden}"
                 )
         return self
 
@@ -261,6 +126,8 @@ class ModelConfig(StrictModel):
                 ("vision_encoder.num_attention_heads", self.vision.num_attention_heads, "tp", layout.tp),
                 ("vision_encoder.ffn_hidden_size", self.vision.ffn_hidden_size, "tp", layout.tp),
             ]
+            for key, size in self.projector.split_widths.items():
+                pairs.append((f"vision_projector.{key}", size, "tp", layout.tp))
         if text := self.text:
             pairs += [
                 ("text_decoder.num_attention_heads", text.num_attention_heads, "tp", layout.tp),
@@ -268,12 +135,9 @@ class ModelConfig(StrictModel):
                 ("text_decoder.vocab_size", text.vocab_size, "tp", layout.tp),
                 ("text_decoder.ffn_hidden_size", text.ffn_hidden_size, "tp", layout.tp),
             ]
-            if text.num_moe_experts:
-                pairs += [
-                    ("text_decoder.num_moe_experts", text.num_moe_experts, "ep", layout.ep),
-                    ("text_decoder.moe_ffn_hidden_size", text.moe_ffn_hidden_size, "etp", layout.etp),
-                    ("text_decoder shared experts' width", text.shared_ffn_hidden_size, "tp", layout.tp),
-                ]
+            pairs += [
+                (f"text_decoder.{what}", size, axis, getattr(layout, axis)) for what, size, axis in text.split_widths()
+            ]
         check_divides(pairs)
         if layout.separate_experts and not (self.text and self.text.num_moe_experts):
             raise UserError(
@@ -285,6 +149,28 @@ def _choose(argument: object, configured: object, key: str, flag: str) -> tuple[
     return (configured, f"model.json {key}") if argument is None else (argument, flag)
 
 
-def load_model_config(path: str | Path) -> ModelConfig:
-    """Read and check model.json."""
-    return validate(ModelConfig, load_json(path), str(path))
+def load_model_config(path: str | Path, say: Callable[[str], None] | None = None) -> ModelConfig:
+    """Read and check model.json. Its keys without effect here are listed once through `say`."""
+    content = load_json(path)
+    _refuse_bridged(content, path)
+    model = validate(ModelConfig, content, str(path))
+    if say is not None and (dropped := dropped_keys(content)):
+        listed = "; ".join(f"{section}: {', '.join(keys)}" for section, keys in dropped.items())
+        say(f"{path}: keys without effect here, not used: {listed}")
+    return model
+
+
+def _refuse_bridged(content: Any, path: str | Path) -> None:
+    """A file that only points at a Hugging Face folder has other keys, and sizes that nobody checked."""
+    if not isinstance(content, dict) or "init_from_hf_path" not in content:
+        return
+    from mm_models.config.family import contradictions
+
+    folder = content["init_from_hf_path"]
+    faults = contradictions(content)
+    raise UserError(
+        f"{path}: a file of another schema: init_from_hf_path says that the model is built from {folder}/config.json, "
+        f"and its own sizes are not read there"
+        + (f"; they contradict that model: {'; '.join(faults)}" if faults else "")
+        + f". Write one for this target with: mm-models init --hf {folder} -o model.json; or train it on the FSDP2 target."
+    )

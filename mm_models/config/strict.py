@@ -61,17 +61,17 @@ def validate(schema: type[Model], data: Any, where: str) -> Model:
     try:
         return schema.model_validate(data)
     except ValidationError as error:
-        lines = [_describe(schema, fault) for fault in error.errors()]
+        lines = [_describe(schema, fault, data) for fault in error.errors()]
         raise UserError(f"{where}: " + "; ".join(lines) + ".") from error
 
 
-def _describe(schema: type[BaseModel], fault: dict[str, Any]) -> str:
+def _describe(schema: type[BaseModel], fault: dict[str, Any], data: Any) -> str:
     place = ".".join(map(str, fault["loc"])) or "the document"
     if fault["type"] != "extra_forbidden":
         whole = fault["type"] == "missing" or (fault["type"] == "value_error" and isinstance(fault["input"], dict))
         got = "" if whole else f", got {fault['input']!r}"
         return f"{place}: {fault['msg'].removeprefix('Value error, ')}{got}"
-    return unknown_key(schema, tuple(fault["loc"]))
+    return unknown_key(schema, tuple(fault["loc"]), data)
 
 
 def check_key(schema: type[BaseModel], key: str, where: str) -> None:
@@ -83,9 +83,12 @@ def check_key(schema: type[BaseModel], key: str, where: str) -> None:
             raise UserError(f"{where}: {unknown_key(schema, loc[: depth + 1])}.")
 
 
-def unknown_key(schema: type[BaseModel], loc: tuple) -> str:
-    """Words for a key that is not in `schema`: where it belongs, or the nearest one and all that stand there."""
-    parent = _schema_at(schema, loc[:-1])
+def unknown_key(schema: type[BaseModel], loc: tuple, data: Any = None) -> str:
+    """Words for a key that is not in `schema`: where it belongs, or the nearest one and all that stand there.
+
+    `data` is the whole document, where there is one: a section may have a schema of its own by what it holds.
+    """
+    parent = _schema_at(schema, loc[:-1], data)
     fields = list(parent.model_fields) if parent else []
     place, got = ".".join(map(str, loc)), str(loc[-1])
     text = f"unknown key {place!r}"
@@ -104,14 +107,15 @@ def models_in(annotation: Any) -> list[type[BaseModel]]:
     return [model for part in get_args(annotation) for model in models_in(part)]
 
 
-def _schema_at(schema: type[BaseModel], loc: tuple) -> type[BaseModel] | None:
+def _schema_at(schema: type[BaseModel], loc: tuple, data: Any = None) -> type[BaseModel] | None:
     for key in loc:
         if not isinstance(key, str) or key not in schema.model_fields:
             continue  # an index into a list, or pydantic's tag of a union member
         inner = models_in(schema.model_fields[key].annotation)
         if not inner:
             return None
-        schema = inner[0]
+        data = data.get(key) if isinstance(data, Mapping) else None
+        schema = inner[0].schema_of(data) if hasattr(inner[0], "schema_of") else inner[0]
     return schema
 
 

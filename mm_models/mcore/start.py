@@ -77,7 +77,7 @@ def plan_lines(plan: RunPlan) -> list[str]:
     """The resolved configuration and the layout, printed once."""
     layout = plan.layout
     lines = log.configuration_lines(plan.args.as_dict(), "arguments")
-    lines += [f"model.json: {plan.model.model_dump_json(exclude_none=True)}"]
+    lines += [f"model.json: {plan.model.model_dump_json(exclude_none=True)}", *plan.notes]
     lines += [
         f"layout: {layout.world} processes = tp {layout.tp} · pp {layout.pp} · dp {layout.dp}; "
         f"vpp {layout.vpp}, ep {layout.ep}, etp {layout.etp}, expert dp {layout.edp}; split: {plan.split.describe()}",

@@ -7,6 +7,7 @@ micro-batches. Every refusal names the flags, the numbers and what would work. N
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 
 from mm_models.config.data import DataConfig, load_data_config
 from mm_models.config.model import ModelConfig, load_model_config
@@ -14,6 +15,8 @@ from mm_models.errors import UserError
 from mm_models.layout import ModelSplit, ParallelLayout
 from mm_models.mcore.arguments import Arguments, option
 from mm_models.ops import choose
+from mm_models.weights.hffolder import is_hf_folder
+from mm_models.weights.mmfolder import RELEASE, iterations
 
 FUSED = {
     "use_fused_rmsnorm": "rms_norm",
@@ -35,6 +38,8 @@ class RunPlan:
     split: ModelSplit
     global_batch_size: int
     num_microbatches: int
+    notes: tuple[str, ...] = ()
+    """What the reader of model.json has to say."""
 
     @property
     def loss_type(self) -> str:
@@ -47,7 +52,9 @@ def plan(args: Arguments, world: int, *, device: str = "cpu") -> RunPlan:
     _check_schedule(args)
     _check_recompute(args)
     _check_fused(args, device)
-    model = load_model_config(args.mm_model)
+    notes: list[str] = []
+    model = load_model_config(args.mm_model, notes.append)
+    _check_bridge(args, model)
     layout = _layout(args, world)
     model.check_layout(layout)
     _check_sequence_parallel(args, model, layout)
@@ -60,7 +67,20 @@ def plan(args: Arguments, world: int, *, device: str = "cpu") -> RunPlan:
         split=model.split(layout),
         global_batch_size=global_batch_size,
         num_microbatches=num_microbatches,
+        notes=tuple(notes),
     )
+
+
+def _check_bridge(args: Arguments, model: ModelConfig) -> None:
+    """`patch.bridge_patch` says that a run starts from Hugging Face weights; what it then saves it may resume from."""
+    if model.patch is None or not model.patch.bridge_patch or is_hf_folder(Path(args.load or "")):
+        return
+    folder = Path(args.load or "")
+    if args.load is None or args.finetune or not folder.is_dir() or set(iterations(folder)) <= {RELEASE}:
+        raise UserError(
+            f"{args.mm_model}: patch.bridge_patch is true, so --load must name a Hugging Face folder (it is loaded on any topology) "
+            f"or a training checkpoint to resume; got {args.load}. Set bridge_patch to false for converted weights."
+        )
 
 
 def _data(args: Arguments) -> DataConfig:

@@ -10,7 +10,8 @@ width, V vocabulary, a decoder's forward pass is
     a token                + 2·H·V                                            head
 
 Scores are counted whole though the mask leaves half of them, as the usual "6·N·D plus attention" does and as torch's counter. The vision
-tower likewise per patch, its attention within one frame of h·w patches, and its merger per merged token. Padding is computed,
+tower likewise per patch (two products without a gate), its attention within one frame of h·w patches or one window, and its
+merger per merged token. Padding is computed,
 so it is counted; what recompute runs again is not.
 
 Backward: twice the forward, the gradients by inputs and by weights. Pixels need no gradient, a frozen part has none by weights, and
@@ -22,7 +23,8 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
-from mm_models.config.model import ModelConfig, TextDecoderConfig
+from mm_models.config.model import ModelConfig
+from mm_models.config.sections import TextDecoderConfig
 
 Grid = tuple[int, int, int]
 
@@ -78,12 +80,13 @@ def _mlp(text: TextDecoderConfig, layer: int) -> int:
 
 def _vision(model: ModelConfig, images: list[Grid]) -> tuple[int, int, int]:
     """Forward of the patch embedding, of the rest of the encoder with the product that merges patches, and of the projector."""
-    vision, projector = model.vision, model.projector
-    width, out, merge = vision.hidden_size, vision.out_hidden_size, vision.spatial_merge_size**2
+    vision = model.vision
+    width, merge = vision.hidden_size, vision.spatial_merge_size**2
     patches = sum(t * h * w for t, h, w in images)
-    squares = sum(t * (h * w) ** 2 for t, h, w in images)
-    layer = patches * (8 * width**2 + 6 * width * vision.ffn_hidden_size) + 4 * squares * width
+    scores = sum(
+        length**2 for layer in range(vision.num_layers) for image in images for length in vision.segments(layer, image)
+    )
+    layer = patches * (8 * width**2 + 2 * (2 + vision.gated) * width * vision.ffn_hidden_size)
     pixels = patches * 2 * vision.patch_features * width
-    encoder = vision.num_layers * layer + patches * 2 * width * out
-    merged = patches // merge * (2 * out**2 + 6 * out * projector.intermediate_size)
-    return pixels, encoder, merged
+    encoder = vision.num_layers * layer + 4 * scores * width + patches * 2 * vision.merging_products
+    return pixels, encoder, patches // merge * 2 * model.projector.products
