@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 
 import torch
 from megatron.core.transformer import ModuleSpec, TransformerConfig
+from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.spec_utils import build_module
 from torch import nn
 from torch.utils.checkpoint import checkpoint
@@ -21,11 +22,13 @@ from mm_models.mcore.parallel import expert_groups, mark_experts
 
 @dataclass(frozen=True, kw_only=True)
 class AttentionContext:
-    """What every layer of a stage shares for one micro-batch: rotary (cos, sin), and a mask or the segment lengths."""
+    """What every layer of a stage shares for one micro-batch: rotary (cos, sin), and a mask, or how many patches each frame has,
+    and each window."""
 
     rotary: tuple[torch.Tensor, torch.Tensor]
     mask: torch.Tensor | None = None
-    lengths: list[int] | None = None
+    frames: list[int] | None = None
+    windows: list[int] | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,6 +64,7 @@ class SelfAttention(nn.Module):
         head_dim: int,
         qkv_bias: bool,
         sequence_parallel: bool,
+        proj_bias: bool = False,
     ):
         super().__init__()
         self.per_group = heads // kv_heads
@@ -70,7 +74,7 @@ class SelfAttention(nn.Module):
             hidden, (heads + 2 * kv_heads) * head_dim, config=config, bias=qkv_bias, sequence_parallel=sequence_parallel
         )
         self.linear_proj = submodules.linear_proj(
-            heads * head_dim, hidden, config=config, sequence_parallel=sequence_parallel
+            heads * head_dim, hidden, config=config, bias=proj_bias, sequence_parallel=sequence_parallel
         )
 
     def forward(self, x: torch.Tensor, context: AttentionContext, recompute_core: bool = False) -> torch.Tensor:
@@ -95,17 +99,25 @@ class MLPSubmodules:
 
 
 class MLP(nn.Module):
-    """Gated MLP with fused [gate; up] weights, each half split over TP by itself."""
+    """Two linears, `hidden` -> `ffn` -> `out` (None: `hidden`). `gated`: fused [gate; up] weights, each half split over TP by itself."""
 
     def __init__(
-        self, *, config: TransformerConfig, submodules: MLPSubmodules, hidden: int, ffn: int, sequence_parallel: bool
+        self,
+        *,
+        config: TransformerConfig,
+        submodules: MLPSubmodules,
+        hidden: int,
+        ffn: int,
+        sequence_parallel: bool,
+        out: int | None = None,
+        gated: bool = True,
+        bias: bool = False,
     ):
         super().__init__()
+        how = {"config": config, "bias": bias, "sequence_parallel": sequence_parallel}
         self.activation = submodules.activation
-        self.linear_fc1 = submodules.linear_fc1(
-            hidden, 2 * ffn, config=config, bias=False, sequence_parallel=sequence_parallel
-        )
-        self.linear_fc2 = submodules.linear_fc2(ffn, hidden, config=config, sequence_parallel=sequence_parallel)
+        self.linear_fc1 = submodules.linear_fc1(hidden, 2 * ffn if gated else ffn, **how)
+        self.linear_fc2 = submodules.linear_fc2(ffn, out or hidden, **how)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.linear_fc2(self.activation(self.linear_fc1(x)))
@@ -162,29 +174,35 @@ class LayerSubmodules:
     self_attention: ModuleSpec
     pre_mlp_layernorm: ModuleSpec
     mlp: ModuleSpec
+    post_self_attn_layernorm: ModuleSpec | type = IdentityOp
+    post_mlp_layernorm: ModuleSpec | type = IdentityOp
 
 
 class TransformerLayer(nn.Module):
-    """Pre-norm layer: `x + attention(norm(x))`, then `x + mlp(norm(x))`."""
+    """Pre-norm layer: `x + attention(norm(x))`, then `x + mlp(norm(x))`; each branch normed once more where a post norm is given."""
 
     def __init__(self, *, config: TransformerConfig, submodules: LayerSubmodules):
         super().__init__()
         self.input_layernorm = build_module(submodules.input_layernorm, config=config)
         self.self_attention = build_module(submodules.self_attention, config=config)
+        self.post_self_attn_layernorm = build_module(submodules.post_self_attn_layernorm, config=config)
         self.pre_mlp_layernorm = build_module(submodules.pre_mlp_layernorm, config=config)
         self.mlp = build_module(submodules.mlp, config=config)
+        self.post_mlp_layernorm = build_module(submodules.post_mlp_layernorm, config=config)
 
     def forward(
         self, x: torch.Tensor, context: AttentionContext, recompute_core: bool = False, replay: dict | None = None
     ) -> torch.Tensor:
-        x = x + self.self_attention(self.input_layernorm(x), context, recompute_core)
-        normed = self.pre_mlp_layernorm(x)
+        out = self.self_attention(self.input_layernorm(x), context, recompute_core)
+        x = x + self.post_self_attn_layernorm(out)
+        out = self.pre_mlp_layernorm(x)
         if not isinstance(self.mlp, MoELayer):
-            return x + self.mlp(normed)
-        out, chosen = self.mlp(normed, None if replay is None else replay.get("chosen"))
-        if replay is not None:
-            replay["chosen"] = chosen
-        return x + out
+            out = self.mlp(out)
+        else:
+            out, chosen = self.mlp(out, None if replay is None else replay.get("chosen"))
+            if replay is not None:
+                replay["chosen"] = chosen
+        return x + self.post_mlp_layernorm(out)
 
 
 @dataclass(frozen=True, kw_only=True)

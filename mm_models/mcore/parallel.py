@@ -1,8 +1,8 @@
-"""Tensor-parallel linears and norm: core's parameters and collectives around `F.linear`.
+"""Tensor-parallel linears and norms: core's parameters and collectives around `F.linear`.
 
 Core's own forward adds a bias after the rounded product; `F.linear` adds it inside, as Hugging Face does, and only so is the
-forward bit-equal. Gradients of replicated weights that see one rank's tokens (norms under sequence parallel, the router) are
-marked `sequence_parallel` and summed over TP by `mcore.grads.finalize`.
+forward bit-equal. Gradients of replicated weights that see one rank's tokens (norms and row-parallel biases under sequence
+parallel, the router) are marked `sequence_parallel` and summed over TP by `mcore.grads.finalize`.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from megatron.core.tensor_parallel.mappings import (
 from megatron.core.transformer import TransformerConfig
 from torch import nn
 
-from mm_models.components.norm import RMSNorm
+from mm_models.components import norm
 
 
 class ColumnParallelLinear(tensor_parallel.ColumnParallelLinear):
@@ -42,20 +42,29 @@ class ColumnParallelLinear(tensor_parallel.ColumnParallelLinear):
 
 
 class RowParallelLinear(tensor_parallel.RowParallelLinear):
-    """(..., in / tp) -> (..., out), summed over TP; scattered along the sequence with sequence parallel. No bias."""
+    """(..., in / tp) -> (..., out), summed over TP; scattered along the sequence with sequence parallel.
 
-    def __init__(self, size_in: int, size_out: int, *, config: TransformerConfig, sequence_parallel: bool):
+    The bias is whole on every rank and added once, to the sum; alone in its group, inside the product.
+    """
+
+    def __init__(self, size_in: int, size_out: int, *, config: TransformerConfig, bias: bool, sequence_parallel: bool):
         super().__init__(
-            size_in, size_out, config=config, init_method=None, bias=False, input_is_parallel=True, skip_bias_add=False
+            size_in, size_out, config=config, init_method=None, bias=bias, input_is_parallel=True, skip_bias_add=False
         )
         self.sequence_parallel = sequence_parallel
         set_tensor_model_parallel_attributes(self.weight, True, 1, 1)
+        if bias:
+            self.bias.sequence_parallel = sequence_parallel
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.tp_group.size() == 1:
+            return F.linear(x, self.weight, self.bias)
         x = F.linear(x, self.weight)
         if self.sequence_parallel:
-            return reduce_scatter_to_sequence_parallel_region(x, group=self.tp_group)
-        return reduce_from_tensor_model_parallel_region(x, group=self.tp_group) if self.tp_group.size() > 1 else x
+            x = reduce_scatter_to_sequence_parallel_region(x, group=self.tp_group)
+        else:
+            x = reduce_from_tensor_model_parallel_region(x, group=self.tp_group)
+        return x if self.bias is None else x + self.bias
 
 
 class VocabParallelEmbedding(tensor_parallel.VocabParallelEmbedding):
@@ -66,12 +75,20 @@ class VocabParallelEmbedding(tensor_parallel.VocabParallelEmbedding):
         set_tensor_model_parallel_attributes(self.weight, True, 0, 1)
 
 
-class Norm(RMSNorm):
+class RMSNorm(norm.RMSNorm):
     """RMSNorm whose weight says whether each TP rank sees only its own tokens."""
 
     def __init__(self, *, config: TransformerConfig, size: int, eps: float, op: Callable, sequence_parallel: bool):
         super().__init__(size, eps=eps, op=op)
         self.weight.sequence_parallel = sequence_parallel
+
+
+class LayerNorm(norm.LayerNorm):
+    """LayerNorm whose weight and bias say whether each TP rank sees only its own tokens."""
+
+    def __init__(self, *, config: TransformerConfig, size: int, eps: float, op: Callable, sequence_parallel: bool):
+        super().__init__(size, eps=eps, op=op)
+        self.weight.sequence_parallel = self.bias.sequence_parallel = sequence_parallel
 
 
 def mark_experts(module: nn.Module) -> None:

@@ -39,21 +39,21 @@ class Provider(BackendSpecProvider):
         return None
 
     def layer_norm(self, rms_norm: bool = True, for_qk: bool = False) -> type:
-        return parallel.Norm
+        return parallel.RMSNorm if rms_norm else parallel.LayerNorm
 
     def core_attention(self, kind: str = "causal") -> Callable:
-        """A function of (query, key, value, context): "causal" for a decoder, "segments" for a vision tower."""
-        if kind == "causal":
-            return partial(_causal, self.op("rotary"), self.op("causal_attention"))
-        return partial(_segments, self.op("rotary_fp32"), self.op("segment_attention"))
+        """A function of (query, key, value, context); `kind` is one of `ATTENTIONS`."""
+        function, rotary, attention = ATTENTIONS[kind]
+        return partial(function, self.op(rotary), self.op(attention))
 
     def grouped_mlp_modules(
         self, moe_use_grouped_gemm: bool = True, moe_use_legacy_grouped_gemm: bool = False
     ) -> tuple[type, None]:
         return Experts, None
 
-    def activation_func(self) -> Callable:
-        return self.op("swiglu")
+    def activation_func(self, name: str = "swiglu") -> Callable:
+        """Between the two linears of an MLP; `swiglu` takes [gate; up]."""
+        return self.op(name)
 
 
 def _causal(rotary, attention, query, key, value, context):
@@ -61,7 +61,17 @@ def _causal(rotary, attention, query, key, value, context):
     return attention(rotary(query, cos, sin), rotary(key, cos, sin), value, mask=context.mask)
 
 
-def _segments(rotary, attention, query, key, value, context):
+def _inside(lengths: str, rotary, attention, query, key, value, context):
     cos, sin = context.rotary
     query, key = rotary(query.squeeze(1), cos, sin), rotary(key.squeeze(1), cos, sin)
-    return attention(query, key, value.squeeze(1), lengths=context.lengths).unsqueeze(1)
+    return attention(query, key, value.squeeze(1), lengths=getattr(context, lengths)).unsqueeze(1)
+
+
+ATTENTIONS = {
+    "causal": (_causal, "rotary", "causal_attention"),
+    "causal_interleaved": (_causal, "rotary_interleaved", "causal_attention"),
+    "frames": (partial(_inside, "frames"), "rotary_fp32", "segment_attention"),
+    "windows": (partial(_inside, "windows"), "rotary_fp32", "segment_attention"),
+}
+"""Kind -> (what calls the ops, rotary op, attention op): the first two of decoders, the last two inside the frames or the windows of
+a vision tower's images."""

@@ -16,7 +16,7 @@ from mm_models.components.attention import causal_padding_mask
 from mm_models.components.loss import IGNORE, shift_labels, summed_cross_entropy
 from mm_models.components.multimodal import place_features
 from mm_models.components.rotary import inverse_frequencies, mrope_cos_sin
-from mm_models.config.model import TextDecoderConfig
+from mm_models.config.sections import TextDecoderConfig
 from mm_models.layout import Stage
 from mm_models.mcore.layers import AttentionContext
 from mm_models.mcore.parallel import ColumnParallelLinear, VocabParallelEmbedding
@@ -38,7 +38,7 @@ class TextDecoder(nn.Module):
     ):
         super().__init__()
         self.stage, self.sequence_parallel = stage, config.sequence_parallel
-        self.sections = list(text.mrope_section)
+        self.sections, self.interleaved = list(text.mrope_section), text.rotary_interleaved
         self.inv_freq = inverse_frequencies(text.rotary_dim, text.rope_theta)  # no buffer: nothing can cast or drop it
         self.dtype = config.params_dtype
         if stage.first:
@@ -63,7 +63,10 @@ class TextDecoder(nn.Module):
     def forward(self, x: torch.Tensor, batch: dict) -> torch.Tensor:
         """(S / tp, B, H) -> the same; on the last stage logits (S, B, V / tp), or the summed loss where the batch has labels."""
         if len(self.decoder.layers):
-            cos, sin = mrope_cos_sin(batch["position_ids"], self.inv_freq.to(x.device), self.sections, self.dtype)
+            inv_freq = self.inv_freq.to(x.device)
+            cos, sin = mrope_cos_sin(
+                batch["position_ids"], inv_freq, self.sections, self.dtype, interleaved=self.interleaved
+            )
             context = AttentionContext(
                 rotary=(cos.transpose(0, 1), sin.transpose(0, 1)), mask=causal_padding_mask(batch.get("attention_mask"))
             )

@@ -1,4 +1,4 @@
-"""Micro-batches for the tiny GLM-4.5V, as the collator makes them, and Hugging Face's answer to them."""
+"""Micro-batches for the tiny models, as the collator makes them, and Hugging Face's answer to them."""
 
 from __future__ import annotations
 

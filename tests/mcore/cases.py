@@ -22,8 +22,14 @@ def assemble(
     stages = model.split(layout, **(split or {}))
     init_parallel(layout, stages, timeout_minutes=1)
     chunks = build_chunks(model, layout, stages, dtype=dtype)
-    whole = megatron_tensors(hf.state_dict(), model_config(hf.config))
-    fill(named_tensors(chunks), whole, layout.coords(dist.get_rank()), layout)
+    whole = model_config(hf.config)
+    fill(
+        named_tensors(chunks),
+        megatron_tensors(hf.state_dict(), whole),
+        layout.coords(dist.get_rank()),
+        layout,
+        whole,
+    )
     return chunks, model, layout
 
 
@@ -38,7 +44,7 @@ def relative_gradients(hf, chunks, model: ModelConfig, layout: ParallelLayout, r
             if not parameter.requires_grad:
                 continue
             source = name if name in whole else "text_decoder.embedding.word_embeddings.weight"
-            expected = shard(source, whole[source], coords, layout).double()
+            expected = shard(source, whole[source], coords, layout, model).double()
             got = getattr(parameter, "main_grad", None)
             got = parameter.grad if got is None else got
             got = torch.zeros_like(expected) if got is None else got.double()

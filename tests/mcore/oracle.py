@@ -14,58 +14,18 @@ from mm_models.layout import Coords, ParallelLayout
 
 
 def model_config(config, **extra) -> ModelConfig:
-    """model.json of a Hugging Face GLM-4.5V configuration, written down by hand."""
-    text, vision = config.text_config, config.vision_config
-    rope = text.rope_parameters
+    """model.json of a Hugging Face configuration, written down by hand. `extra`: `section__key=value`."""
+    family, text, vision = config.model_type, config.text_config, config.vision_config
+    tower, projector = _glm_vision(vision) if family.startswith("glm") else _qwen_vision(vision)
+    decoder = _decoder(text) | {"glm4v_moe": _glm_moe, "glm4v": _glm_dense}.get(family, _qwen)(text)
+    start = config.image_start_token_id if family.startswith("glm") else config.vision_start_token_id
     data = {
-        "model_id": "glm4v_moe",
+        "model_id": family,
         "img_context_token_id": config.image_token_id,
         "video_token_id": config.video_token_id,
-        "vision_start_token_id": config.image_start_token_id,
-        "image_encoder": {
-            "vision_encoder": {
-                "model_id": "glm4v_vit",
-                "num_layers": vision.depth,
-                "hidden_size": vision.hidden_size,
-                "num_attention_heads": vision.num_heads,
-                "ffn_hidden_size": vision.out_hidden_size,
-                "out_hidden_size": vision.out_hidden_size,
-                "image_size": vision.image_size,
-                "rms_norm_eps": vision.rms_norm_eps,
-                "freeze": False,
-            },
-            "vision_projector": {
-                "model_id": "GlmMLP",
-                "out_hidden_size": vision.out_hidden_size,
-                "intermediate_size": vision.intermediate_size,
-            },
-        },
-        "text_decoder": {
-            "model_id": "glm4v_moe_lm",
-            "num_layers": text.num_hidden_layers,
-            "hidden_size": text.hidden_size,
-            "ffn_hidden_size": text.intermediate_size,
-            "num_attention_heads": text.num_attention_heads,
-            "num_query_groups": text.num_key_value_heads,
-            "kv_channels": text.head_dim,
-            "vocab_size": text.vocab_size,
-            "max_position_embeddings": text.max_position_embeddings,
-            "rope_theta": rope["rope_theta"],
-            "partial_rotary_factor": rope["partial_rotary_factor"],
-            "mrope_section": rope["mrope_section"],
-            "rms_norm_eps": text.rms_norm_eps,
-            "add_qkv_bias": text.attention_bias,
-            "untie_embeddings_and_output_weights": not config.tie_word_embeddings,
-            "num_moe_experts": text.n_routed_experts,
-            "first_k_dense_replace": text.first_k_dense_replace,
-            "moe_ffn_hidden_size": text.moe_intermediate_size,
-            "n_shared_experts": text.n_shared_experts,
-            "moe_router_topk": text.num_experts_per_tok,
-            "moe_router_num_groups": text.n_group,
-            "moe_router_group_topk": text.topk_group,
-            "moe_router_topk_scaling_factor": text.routed_scaling_factor,
-            "norm_topk_prob": text.norm_topk_prob,
-        },
+        "vision_start_token_id": start,
+        "image_encoder": {"vision_encoder": tower | {"freeze": False}, "vision_projector": projector},
+        "text_decoder": decoder | {"untie_embeddings_and_output_weights": not config.tie_word_embeddings},
     }
     for path, value in extra.items():
         *parents, key = path.split("__")
@@ -76,6 +36,107 @@ def model_config(config, **extra) -> ModelConfig:
     return ModelConfig.model_validate(data)
 
 
+def _glm_vision(vision) -> tuple[dict, dict]:
+    tower = {
+        "model_id": "glm4v_vit",
+        "num_layers": vision.depth,
+        "hidden_size": vision.hidden_size,
+        "num_attention_heads": vision.num_heads,
+        "ffn_hidden_size": vision.out_hidden_size,
+        "out_hidden_size": vision.out_hidden_size,
+        "image_size": vision.image_size,
+        "patch_size": vision.patch_size,
+        "temporal_patch_size": vision.temporal_patch_size,
+        "spatial_merge_size": vision.spatial_merge_size,
+        "rope_theta": vision.rope_parameters["rope_theta"],
+        "rms_norm_eps": vision.rms_norm_eps,
+    }
+    projector = {
+        "model_id": "GlmMLP",
+        "out_hidden_size": vision.out_hidden_size,
+        "intermediate_size": vision.intermediate_size,
+    }
+    return tower, projector
+
+
+def _qwen_vision(vision) -> tuple[dict, dict]:
+    new = hasattr(vision, "window_size")  # Qwen2.5-VL
+    width, out = (vision.hidden_size, vision.out_hidden_size) if new else (vision.embed_dim, vision.hidden_size)
+    tower = {
+        "model_id": "qwen2vit",
+        "num_layers": vision.depth,
+        "hidden_size": width,
+        "num_attention_heads": vision.num_heads,
+        "ffn_hidden_size": vision.intermediate_size if new else int(width * vision.mlp_ratio),
+        "patch_size": vision.patch_size,
+        "temporal_patch_size": vision.temporal_patch_size,
+        "spatial_merge_size": vision.spatial_merge_size,
+        "rope_theta": vision.rope_parameters["rope_theta"],
+        "gated_linear_unit": new,
+        "activation_func": vision.hidden_act,
+        "normalization": "RMSNorm" if new else "LayerNorm",
+    }
+    if new:
+        tower |= {
+            "model_id": "qwen2_5_vit",
+            "window_attn_size": vision.window_size,
+            "fullatt_block_indexes": vision.fullatt_block_indexes,
+        }
+    projector = {
+        "model_id": "lnmlp",
+        "input_size": width,
+        "ffn_hidden_size": width * vision.spatial_merge_size**2,
+        "hidden_size": out,
+        "normalization": tower["normalization"],
+    }
+    return tower, projector
+
+
+def _decoder(text) -> dict:
+    rope = text.rope_parameters
+    return {
+        "num_layers": text.num_hidden_layers,
+        "hidden_size": text.hidden_size,
+        "ffn_hidden_size": text.intermediate_size,
+        "num_attention_heads": text.num_attention_heads,
+        "num_query_groups": text.num_key_value_heads,
+        "kv_channels": text.hidden_size // text.num_attention_heads,
+        "vocab_size": text.vocab_size,
+        "max_position_embeddings": text.max_position_embeddings,
+        "rope_theta": rope["rope_theta"],
+        "partial_rotary_factor": rope.get("partial_rotary_factor", 1.0),
+        "mrope_section": rope["mrope_section"],
+        "add_qkv_bias": True,
+    }
+
+
+def _qwen(text) -> dict:
+    model_id = "qwen2lm" if text.model_type == "qwen2_vl_text" else "qwen2_5_lm"
+    return {"model_id": model_id, "layernorm_epsilon": text.rms_norm_eps}
+
+
+def _glm_dense(text) -> dict:
+    return {"model_id": "glm4v_lm", "rms_norm_eps": text.rms_norm_eps}
+
+
+def _glm_moe(text) -> dict:
+    return {
+        "model_id": "glm4v_moe_lm",
+        "kv_channels": text.head_dim,
+        "rms_norm_eps": text.rms_norm_eps,
+        "add_qkv_bias": text.attention_bias,
+        "num_moe_experts": text.n_routed_experts,
+        "first_k_dense_replace": text.first_k_dense_replace,
+        "moe_ffn_hidden_size": text.moe_intermediate_size,
+        "n_shared_experts": text.n_shared_experts,
+        "moe_router_topk": text.num_experts_per_tok,
+        "moe_router_num_groups": text.n_group,
+        "moe_router_group_topk": text.topk_group,
+        "moe_router_topk_scaling_factor": text.routed_scaling_factor,
+        "norm_topk_prob": text.norm_topk_prob,
+    }
+
+
 RENAMES = (
     (r"^model\.visual\.blocks\.(\d+)\.norm1\.", r"image_encoder.encoder.blocks.layers.\1.input_layernorm."),
     (r"^model\.visual\.blocks\.(\d+)\.norm2\.", r"image_encoder.encoder.blocks.layers.\1.pre_mlp_layernorm."),
@@ -84,6 +145,10 @@ RENAMES = (
         r"image_encoder.encoder.blocks.layers.\1.self_attention.linear_proj.",
     ),
     (r"^model\.visual\.blocks\.(\d+)\.mlp\.down_proj\.", r"image_encoder.encoder.blocks.layers.\1.mlp.linear_fc2."),
+    (r"^model\.visual\.blocks\.(\d+)\.mlp\.fc([12])\.", r"image_encoder.encoder.blocks.layers.\1.mlp.linear_fc\2."),
+    (r"^model\.visual\.merger\.ln_q\.", "image_encoder.projector.layernorm."),
+    (r"^model\.visual\.merger\.mlp\.0\.", "image_encoder.projector.encoder.linear_fc1."),
+    (r"^model\.visual\.merger\.mlp\.2\.", "image_encoder.projector.encoder.linear_fc2."),
     (r"^model\.visual\.post_layernorm\.", "image_encoder.encoder.blocks.final_layernorm."),
     (r"^model\.visual\.merger\.", "image_encoder.projector."),
     (r"^model\.visual\.", "image_encoder.encoder."),
@@ -94,6 +159,7 @@ RENAMES = (
     (r"\.post_attention_layernorm\.", ".pre_mlp_layernorm."),
     (r"\.self_attn\.o_proj\.", ".self_attention.linear_proj."),
     (r"\.mlp\.gate\.", ".mlp.router."),
+    (r"(text_decoder.*)\.mlp\.gate_up_proj\.", r"\1.mlp.linear_fc1."),
     (r"(text_decoder.*)\.mlp\.down_proj\.", r"\1.mlp.linear_fc2."),
     (r"\.mlp\.shared_experts\.down_proj\.", ".mlp.shared_experts.linear_fc2."),
 )
@@ -109,13 +175,12 @@ def megatron_tensors(state: dict[str, torch.Tensor], model: ModelConfig) -> dict
         out[f"text_decoder.decoder.layers.{layer}.self_attention.linear_qkv.{kind}"] = fused
     for name in [name for name in state if ".attn.qkv." in name]:
         q, k, v = (part.chunk(model.vision.num_attention_heads) for part in state.pop(name).chunk(3))
-        layer = re.search(r"blocks\.(\d+)", name).group(1)
+        layer, kind = re.search(r"blocks\.(\d+)\..*\.(weight|bias)", name).groups()
         fused = torch.cat([part for head in zip(q, k, v) for part in head])
-        out[f"image_encoder.encoder.blocks.layers.{layer}.self_attention.linear_qkv.weight"] = fused
+        out[f"image_encoder.encoder.blocks.layers.{layer}.self_attention.linear_qkv.{kind}"] = fused
     for name in [name for name in state if ".gate_proj." in name and ".merger." not in name]:
         gate, up = state.pop(name), state.pop(name.replace("gate_proj", "up_proj"))
-        fc1 = _rename(name.replace("gate_proj", "linear_fc1"))
-        out[fc1.replace("encoder.blocks.0", "encoder.blocks.0")] = torch.cat([gate, up])
+        out[_rename(name.replace("gate_proj", "linear_fc1"))] = torch.cat([gate, up])
     for name, tensor in state.items():
         out[_rename(name)] = tensor
     return out
@@ -132,7 +197,7 @@ def _rename(name: str) -> str:
     return name
 
 
-def shard(name: str, tensor: torch.Tensor, coords: Coords, layout: ParallelLayout) -> torch.Tensor:
+def shard(name: str, tensor: torch.Tensor, coords: Coords, layout: ParallelLayout, model: ModelConfig) -> torch.Tensor:
     """The part of a whole Megatron tensor that a rank at `coords` holds."""
 
     def halves(x, rank, size, dim):
@@ -142,17 +207,22 @@ def shard(name: str, tensor: torch.Tensor, coords: Coords, layout: ParallelLayou
         return halves(tensor.chunk(layout.ep)[coords.ep], coords.etp, layout.etp, 1)
     if ".experts.down_proj" in name:
         return tensor.chunk(layout.ep)[coords.ep].chunk(layout.etp, 2)[coords.etp]
-    if ".linear_fc1." in name:
+    plain = name.startswith("image_encoder.") and not (".blocks." in name and model.vision.gated_linear_unit)
+    if ".linear_fc1." in name and not plain:
         return halves(tensor, coords.tp, layout.tp, 0)
-    if any(part in name for part in (".linear_qkv.", "word_embeddings.", "output_layer.")):
+    if any(part in name for part in (".linear_fc1.", ".linear_qkv.", "word_embeddings.", "output_layer.")):
         return tensor.chunk(layout.tp)[coords.tp]
-    if any(part in name for part in (".linear_proj.", ".linear_fc2.")):
+    if name.endswith((".linear_proj.weight", ".linear_fc2.weight")):
         return tensor.chunk(layout.tp, 1)[coords.tp]
     return tensor
 
 
 def fill(
-    tensors: dict[str, torch.Tensor], whole: dict[str, torch.Tensor], coords: Coords, layout: ParallelLayout
+    tensors: dict[str, torch.Tensor],
+    whole: dict[str, torch.Tensor],
+    coords: Coords,
+    layout: ParallelLayout,
+    model: ModelConfig,
 ) -> None:
     """Write each live tensor from the whole one; shapes must be equal."""
     with torch.no_grad():
@@ -160,6 +230,6 @@ def fill(
             source = name
             if name.endswith("output_layer.weight") and name not in whole:
                 source = "text_decoder.embedding.word_embeddings.weight"
-            part = shard(source, whole[source], coords, layout)
+            part = shard(source, whole[source], coords, layout, model)
             assert part.shape == tensor.shape, (name, part.shape, tensor.shape)
             tensor.copy_(part)

@@ -9,10 +9,10 @@ import torch
 from megatron.core.transformer import ModuleSpec
 
 from mm_models.components.moe import Experts
-from mm_models.components.projector import GlmMerger
 from mm_models.layout import ModelSplit, ParallelLayout, Stage, StageSplit
 from mm_models.mcore.layers import MLP, MoELayer, SelfAttention, TransformerBlock, TransformerLayer
-from mm_models.mcore.parallel import ColumnParallelLinear, Norm, RowParallelLinear
+from mm_models.mcore.parallel import ColumnParallelLinear, RMSNorm, RowParallelLinear
+from mm_models.mcore.projector import WholeMerger
 from mm_models.mcore.provider import Provider
 from mm_models.mcore.vision import VisionTransformer
 from mm_models.registry import table
@@ -41,7 +41,7 @@ def test_layers_hold_the_expected_classes(model, id):
     for index, layer in layers.items():
         parts = layer.submodules
         assert layer.module is TransformerLayer
-        assert parts.input_layernorm.module is parts.pre_mlp_layernorm.module is Norm
+        assert parts.input_layernorm.module is parts.pre_mlp_layernorm.module is RMSNorm
         assert parts.self_attention.module is SelfAttention
         assert parts.self_attention.submodules.linear_qkv is ColumnParallelLinear
         assert parts.self_attention.submodules.linear_proj is RowParallelLinear
@@ -74,7 +74,7 @@ def test_parts_of_a_stage(model):
         assert block.module is TransformerBlock
         assert (block.submodules.final_layernorm is not None) is last
     projector = table("vision_projectors").get("GlmMLP")(model.projector, both, Stage(), Provider())
-    assert projector.module is GlmMerger
+    assert projector.module is WholeMerger
 
 
 @pytest.mark.parametrize("id,counts", [("glm4v_vit", 24), ("glm4v_moe_lm", 46)])
