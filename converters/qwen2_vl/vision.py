@@ -59,6 +59,14 @@ class QwenVision(VisionEncoderConfig):
         return [r * c * merge**2 for r in rows for c in columns] * grid[0]
 
     @model_validator(mode="after")
+    def _check_mlp(self):
+        expected = "silu" if self.gated else "quick_gelu"
+        if self.activation_func != expected:
+            kind = "gated" if self.gated else "plain"
+            raise ValueError(f"activation_func {self.activation_func!r}: a {kind} MLP is here with {expected!r} alone")
+        return self
+
+    @model_validator(mode="after")
     def _check_windows(self):
         if self.window_attn_size is not None and self.window_units < 1:
             raise ValueError(
