@@ -16,7 +16,10 @@ import megatron.core.optimizer
 import megatron.core.pipeline_parallel.schedules
 import megatron.core.tensor_parallel
 import torch
+import transformers.models.glm4v.modeling_glm4v
 import transformers.models.glm4v_moe.modeling_glm4v_moe
+import transformers.models.qwen2_5_vl.modeling_qwen2_5_vl
+import transformers.models.qwen2_vl.modeling_qwen2_vl
 
 import mm_models.fsdp2.training
 import specs.glm4v_moe.fsdp2

@@ -1,8 +1,9 @@
 """What a Hugging Face vision-language model computes in training: one collated batch in, logits or the summed loss out.
 
 Mixins stand before Hugging Face's classes. `Conditional` is the whole model: `model`, then `lm_head`. `Multimodal` is its
-`model`: an embedding, `visual` and `language_model`. `Tower` or `WindowedTower` is `visual`. Positions are always given, nothing is cached, and the
-functions around the modules (mask, positions of patches, placing features) are the components of the other target.
+`model`: an embedding, `visual` and `language_model`. `Tower` or `WindowedTower` is `visual`. Positions are always given, nothing is
+cached, and the functions around the modules (mask, positions of patches, windows, placing features) are the components of the other
+target.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The tiny GLM-4.5V on the FSDP2 target: built, sharded and filled from a Hugging Face model; and Hugging Face's own answers."""
+"""The tiny models on the FSDP2 target: built, sharded and filled from a Hugging Face model; and Hugging Face's own answers."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ LAYOUTS = {
 
 def build(hf: nn.Module, **options) -> nn.Module:
     """The assembled model of a Hugging Face model's config; `options` as in `assembly.build`."""
-    return assembly.build(table("models").get("glm4v_moe"), hf.config.to_dict(), ops=choose("cpu"), **options)
+    return assembly.build(table("models").get(hf.config.model_type), hf.config.to_dict(), ops=choose("cpu"), **options)
 
 
 def plan(model: nn.Module) -> list[str]:
@@ -42,7 +42,7 @@ def plan(model: nn.Module) -> list[str]:
 
 
 def experts(model: nn.Module) -> list[str]:
-    """The seeds' `ep_plan`, resolved."""
+    """The seeds' `ep_plan`, resolved; nothing in a dense model."""
     return [name for name, _ in model.named_modules() if name.endswith(".mlp.experts")]
 
 
@@ -60,6 +60,16 @@ def fill(model: nn.Module, state: dict[str, torch.Tensor], *, stacked: bool = Fa
         where = tuple(slice(start, start + size) for start, size in zip(box.start, box.local.shape))
         with torch.no_grad():
             box.local.copy_(whole[where])
+
+
+def plain(hf: nn.Module, **options) -> nn.Module:
+    """Unsharded, on the CPU, with the values of `hf`."""
+    model, state = build(hf, device="cpu", **options), hf.state_dict()
+    with torch.no_grad():
+        for name, tensor in assembly.named_tensors(model).items():
+            stacked = options.get("expert_layout") == "stacked" and ".experts." in name
+            tensor.copy_(state[name].transpose(1, 2) if stacked else state[name])
+    return model
 
 
 def assemble(

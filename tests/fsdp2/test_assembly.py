@@ -18,7 +18,7 @@ from mm_models.ops import choose
 from mm_models.registry import table
 from tests.fsdp2 import kit
 from tests.harness import run
-from tests.models import tiny_glm_config, tiny_glm_model
+from tests.models import FAMILIES, tiny_config, tiny_glm_config, tiny_glm_model, tiny_model
 
 GOLDEN = Path(__file__).parent / "golden"
 ROOT = Path(__file__).resolve().parents[2]
@@ -38,7 +38,7 @@ def listing(model: torch.nn.Module) -> str:
 @pytest.mark.parametrize("model_id", table("models").ids())
 def test_what_is_replaced(model_id):
     """Fails with the difference when transformers names or divides its modules otherwise."""
-    config = {"glm4v_moe": tiny_glm_config}[model_id](num_hidden_layers=2, depth=1).to_dict()
+    config = tiny_config(model_id, num_hidden_layers=2, depth=1).to_dict()
     found = listing(assembly.build(table("models").get(model_id), config, ops=choose("cpu")))
     expected = (GOLDEN / f"{model_id}.txt").read_text()
     difference = "\n".join(difflib.unified_diff(expected.splitlines(), found.splitlines(), "golden", "found", n=0))
@@ -54,8 +54,9 @@ def test_a_class_that_is_gone_is_named():
 
 
 @pytest.mark.parametrize("tied", [False, True])
-def test_names_and_shapes_are_hugging_faces(tied):
-    hf = tiny_glm_model(0, tie_word_embeddings=tied)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_names_and_shapes_are_hugging_faces(family, tied):
+    hf = tiny_model(family, 0, tie_word_embeddings=tied)
     model = kit.build(hf)
     assert {k: v.shape for k, v in model.state_dict().items()} == {k: v.shape for k, v in hf.state_dict().items()}
     assert [name for name, _ in model.named_parameters()] == [name for name, _ in hf.named_parameters()]
@@ -146,13 +147,15 @@ print(sorted(name for name in sys.modules if "megatron" in name and "specs" not 
     assert done.stdout.strip() == "[]", done.stdout + done.stderr
 
 
-def test_buffers_are_computed_and_not_left_to_chance():
-    """Meta, then fresh memory that is dirty: every buffer equals a plain build of Hugging Face's, bit by bit."""
-    expected = dict(tiny_glm_model(0).named_buffers())
+@pytest.mark.parametrize("family", FAMILIES)
+def test_buffers_are_computed_and_not_left_to_chance(family):
+    """Meta, then fresh memory that is dirty: every buffer equals a plain build of Hugging Face's, bit by bit (field case B11)."""
+    hf = tiny_model(family)
+    expected = dict(hf.named_buffers())
     for _ in range(3):
         dirty = [torch.full((n,), float("nan")) for n in (8, 16, 64, 320, 4096)]
         del dirty
-        model = kit.build(tiny_glm_model(0), device="cpu")
+        model = kit.build(hf, device="cpu")
         found = dict(model.named_buffers())
         rotary = {name for name in expected if name.endswith("inv_freq")}
         assert len(rotary) == 4 and found.keys() == expected.keys()

@@ -10,7 +10,7 @@ from mm_models.ops.reference import grouped_matmul_loop
 from tests.fsdp2 import kit
 from tests.harness import run
 from tests.mcore.batches import batch, hf_sum_loss
-from tests.models import tiny_glm_model
+from tests.models import FAMILIES, tiny_glm_model, tiny_model
 
 BATCHES = {
     "one image": dict(images=[[(4, 4)]]),
@@ -19,6 +19,7 @@ BATCHES = {
     "two samples": dict(images=[[(4, 4)], [(6, 4), (2, 2)]], length=48),
     "image beside text": dict(images=[[], [(4, 4)]]),
     "padded": dict(images=[[(4, 4)], [(4, 6)]], length=48),
+    "ragged windows": dict(images=[[(6, 10)], [(4, 4), (2, 6)]], length=56),
 }
 CONFIGS = {
     "plain": {},
@@ -48,21 +49,10 @@ def data(kind: str) -> dict:
     return made
 
 
-def plain(hf: torch.nn.Module, **options) -> torch.nn.Module:
-    """Unsharded, on the CPU, with the values of `hf`."""
-    model = kit.build(hf, device="cpu", **options)
-    own = dict((*model.named_parameters(), *model.named_buffers()))
-    with torch.no_grad():
-        for name, value in hf.state_dict().items():
-            if name in own:
-                stacked = options.get("expert_layout") == "stacked" and ".experts." in name
-                own[name].copy_(value.transpose(1, 2) if stacked else value)
-    return model
-
-
 @pytest.mark.parametrize("kind", BATCHES, ids=lambda kind: kind.replace(" ", "-"))
-def test_batches(kind):
-    compare(tiny_glm_model(0), data(kind))
+@pytest.mark.parametrize("family", FAMILIES)
+def test_batches(family, kind):
+    compare(tiny_model(family), data(kind))
 
 
 @pytest.mark.parametrize("name", CONFIGS)
@@ -71,7 +61,7 @@ def test_configurations(name):
 
 
 def compare(hf: torch.nn.Module, part: dict) -> None:
-    model = plain(hf)
+    model = kit.plain(hf)
     logits, loss = hf_sum_loss(hf, part)
     assert torch.equal(model({k: v for k, v in part.items() if k != "labels"}), logits)
     ours = model(part)
@@ -84,10 +74,10 @@ def compare(hf: torch.nn.Module, part: dict) -> None:
     assert error < 1e-5, (name, error)
 
 
-def bf16_case(rank: int, kind: str, overrides: dict, options: dict) -> tuple[bool, float]:
+def bf16_case(rank: int, family: str, kind: str, overrides: dict, options: dict) -> tuple[bool, float]:
     """fp32 masters computing in bf16 on a mesh of one, against Hugging Face in bf16."""
-    part, hf = data(kind), tiny_glm_model(0, torch.bfloat16, **overrides)
-    model = kit.assemble(tiny_glm_model(0, **overrides), policy=kit.BF16, **options)
+    part, hf = data(kind), tiny_model(family, 0, torch.bfloat16, **overrides)
+    model = kit.assemble(tiny_model(family, 0, **overrides), policy=kit.BF16, **options)
     with torch.no_grad():
         expected, loss = hf_sum_loss(hf, part)
         got = model({k: v for k, v in part.items() if k != "labels"})
@@ -97,7 +87,16 @@ def bf16_case(rank: int, kind: str, overrides: dict, options: dict) -> tuple[boo
 
 @pytest.mark.parametrize("kind,config", [("two samples", "plain"), ("padded", "groups"), ("text only", "tied")])
 def test_bf16(kind, config):
-    ((same, _),) = run(bf16_case, 1, kind, CONFIGS[config], {}, timeout=60)
+    ((same, _),) = run(bf16_case, 1, "glm4v_moe", kind, CONFIGS[config], {}, timeout=60)
+    assert same
+
+
+@pytest.mark.parametrize("family", [name for name in FAMILIES if name != "glm4v_moe"])
+@pytest.mark.parametrize(
+    "kind", [name if name == "ragged windows" else pytest.param(name, marks=pytest.mark.slow) for name in BATCHES]
+)
+def test_families_in_bf16(family, kind):
+    ((same, _),) = run(bf16_case, 1, family, kind, {}, {}, timeout=60)
     assert same
 
 
@@ -106,15 +105,15 @@ def test_transposed_experts():
     hf, part = tiny_glm_model(0), data("two samples")
     with torch.no_grad():
         expected, _ = hf_sum_loss(hf, part)
-        got = plain(hf, expert_layout="stacked")({k: v for k, v in part.items() if k != "labels"})
+        got = kit.plain(hf, expert_layout="stacked")({k: v for k, v in part.items() if k != "labels"})
     assert ((got - expected).norm() / expected.norm()).item() <= 1e-6
-    ((_, error),) = run(bf16_case, 1, "two samples", {}, {"expert_layout": "stacked"}, timeout=60)
+    ((_, error),) = run(bf16_case, 1, "glm4v_moe", "two samples", {}, {"expert_layout": "stacked"}, timeout=60)
     assert error <= 5e-3
 
 
 def test_the_loop_of_experts_is_the_switch():
     hf, part = tiny_glm_model(0), data("two samples")
-    model = plain(hf, grouped=False)
+    model = kit.plain(hf, grouped=False)
     assert model.model.language_model.layers[1].mlp.experts.matmul is grouped_matmul_loop
     with torch.no_grad():
         expected, _ = hf_sum_loss(hf, part)
@@ -131,7 +130,7 @@ def test_the_loop_of_experts_is_the_switch():
     ],
 )
 def test_image_tokens_and_features_must_agree(change, message):
-    model, part = plain(tiny_glm_model(0)), data("one image")
+    model, part = kit.plain(tiny_glm_model(0)), data("one image")
     change(part)
     with pytest.raises(UserError, match=message):
         model(part)
