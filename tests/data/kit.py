@@ -26,11 +26,11 @@ def quickstart(name: str) -> Any:
     return importlib.import_module(name)
 
 
-def processor_folder(folder: Path) -> Path:
-    """Tokenizer, chat template and image processor of the quickstart, without a model."""
+def processor_folder(folder: Path, family: str = "glm4v_moe") -> Path:
+    """Tokenizer, chat template and image processor of one of the quickstart's models, without the model."""
     maker = quickstart("make_checkpoint")
     folder.mkdir(parents=True)
-    maker.save_processor(maker.make_tokenizer(), folder)
+    maker.save_processor(maker.FAMILIES[family], maker.make_tokenizer(maker.FAMILIES[family]), folder)
     return folder
 
 
