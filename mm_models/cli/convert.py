@@ -26,7 +26,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from mm_models.cli import convert_dcp
+from mm_models.cli import convert_dcp, convert_field
 from mm_models.cli.convert_options import Verb, layout_options, options, run_options, source, target, write_options
 from mm_models.cli.parser import StrictParser, finish
 from mm_models.errors import UserError, nearest
@@ -46,6 +46,7 @@ def _hf_to_mm_options(parser: StrictParser) -> None:
         "--model", metavar="FILE", help="model.json to convert for; refused where it disagrees with config.json"
     )
     layout_options(parser, "parallel_config")
+    convert_field.field_options(parser, "parallel_config")
     write_options(parser)
 
 
@@ -69,10 +70,13 @@ def _mm_to_hf_options(parser: StrictParser) -> None:
     )
     parser.add_argument("--like-reference", action="store_true", help="cast to the reference's data types")
     parser.add_argument("--drop-extra", action="store_true", help="leave out tensors the architecture does not hold")
-    parser.add_argument("--model", metavar="FILE", help="model.json, for a folder of the field that has no manifest")
+    parser.add_argument(
+        "--model", metavar="FILE", help="model.json, for a folder of the field without manifest (default: as --hf says)"
+    )
     layout_options(
         parser, "parallel_config", what=" of the checkpoint (checked against its manifest; needed without one)"
     )
+    convert_field.field_options(parser, "parallel_config")
     write_options(parser)
 
 
@@ -94,6 +98,7 @@ def _resplit_options(parser: StrictParser) -> None:
         prefix="source-",
         what=" of the source (checked against its manifest; needed without one)",
     )
+    convert_field.field_options(parser, "source_parallel_config", "target_parallel_config")
     write_options(parser)
 
 
@@ -125,7 +130,12 @@ def _hf_to_mm(args: argparse.Namespace) -> int:
         args.llm_pp_layers = model.text and model.text.pipeline_num_layers
         args.vit_pp_layers = model.vision and model.vision.pipeline_num_layers
     report = verbs.hf_to_mm(
-        args.hf, args.out, target(args), model_json=args.model, converter=args.converter, options=options(args)
+        args.hf,
+        args.out,
+        target(args, "parallel_config"),
+        model_json=args.model,
+        converter=args.converter,
+        options=options(args),
     )
     print(report.line())
     return 0
@@ -135,7 +145,7 @@ def _mm_to_hf(args: argparse.Namespace) -> int:
     from mm_models.weights import verbs
 
     report = verbs.mm_to_hf(
-        source(args),
+        source(args, "parallel_config"),
         args.hf,
         args.out,
         like_reference=args.like_reference,
@@ -150,11 +160,14 @@ def _mm_to_hf(args: argparse.Namespace) -> int:
 def _resplit(args: argparse.Namespace) -> int:
     from mm_models.weights import verbs
 
-    print(
-        verbs.resplit(
-            source(args, "source_"), args.out, target(args), converter=args.converter, options=options(args)
-        ).line()
+    report = verbs.resplit(
+        source(args, "source_parallel_config", "source_"),
+        args.out,
+        target(args, "target_parallel_config"),
+        converter=args.converter,
+        options=options(args),
     )
+    print(report.line())
     return 0
 
 
@@ -235,6 +248,7 @@ def _converter(first: str, rest: list[str]) -> tuple[str, str, list[str]]:
         return first, rest[0], rest[1:]
     if first.endswith("Converter"):
         got = rest[0] if rest else "nothing"
+        convert_field.refuse_verb(first, got)
         close = nearest(got, VERBS)
         raise UserError(
             f"{first} {got}: expected one of {', '.join(VERBS)}" + (f"; did you mean {close!r}?" if close else ".")

@@ -126,22 +126,20 @@ def _moe_expert_options(parser: StrictParser) -> None:
 
 def _hf_to_dcp(args: argparse.Namespace) -> int:
     from mm_models.weights import dcp_verbs
-    from mm_models.weights.dcp import layouts
 
-    by_variable = args.long_form and args.expert_layout is None
-    layout = layouts.declared(args.expert_layout if args.long_form else args.expert_layout or "stacked_hf")
     report = dcp_verbs.hf_to_dcp(
         args.hf,
         args.out,
-        expert_layout=layout,
+        expert_layout=args.expert_layout,
+        by_variable=args.long_form,
         dcp_prefix=args.dcp_prefix or "",
         hf_prefix=args.hf_prefix,
         converter=args.converter,
         options=options(args),
     )
     print(report.line())
-    if by_variable:
-        print(_said(layout))
+    if args.long_form and args.expert_layout is None and report.expert_layout:
+        print(_said(report.expert_layout))
     return 0
 
 
@@ -176,13 +174,12 @@ def _dcp_to_hf(args: argparse.Namespace) -> int:
 
 def _mm_to_dcp(args: argparse.Namespace) -> int:
     from mm_models.weights import dcp_verbs
-    from mm_models.weights.dcp import layouts
 
     report = dcp_verbs.mm_to_dcp(
-        source(args),
+        source(args, "parallel_config"),
         args.out,
         hf=args.hf,
-        expert_layout=layouts.declared(args.expert_layout or "stacked_hf"),
+        expert_layout=args.expert_layout,
         dcp_prefix=args.dcp_prefix or "",
         converter=args.converter,
         options=options(args),
@@ -197,7 +194,7 @@ def _dcp_to_mm(args: argparse.Namespace) -> int:
     report = dcp_verbs.dcp_to_mm(
         args.dcp,
         args.out,
-        target(args),
+        target(args, "parallel_config"),
         model_json=args.model,
         expert_layout=args.expert_layout,
         dcp_prefix=args.dcp_prefix,

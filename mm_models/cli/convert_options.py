@@ -6,7 +6,9 @@ import argparse
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 
+from mm_models.cli.convert_field import check_vision_tp
 from mm_models.cli.parser import StrictParser, layer_lists, positive
 from mm_models.errors import UserError
 
@@ -69,8 +71,8 @@ def write_options(parser: StrictParser) -> None:
     run_options(parser)
 
 
-def target(args: argparse.Namespace, prefix: str = ""):
-    """The layout that the options ask for. `pp` and `vpp` follow from the layer lists where they are not given."""
+def target(args: argparse.Namespace, section: str, prefix: str = ""):
+    """The layout that the options of `section` ask for. `pp` and `vpp` follow from the layer lists where they are not given."""
     from mm_models.layout import ParallelLayout
     from mm_models.weights.verbs import Target
 
@@ -79,43 +81,50 @@ def target(args: argparse.Namespace, prefix: str = ""):
     nested = bool(lists) and all(isinstance(row, list) for row in lists)
     vpp = given["vpp"] or (len(lists) if nested else 1)
     pp = given["pp"] or (len(lists[0]) if nested else len(lists) // vpp if lists else 1)
+    check_vision_tp(args, section, given["tp"] or 1)
     degrees = {"tp": given["tp"] or 1, "pp": pp, "vpp": vpp, "ep": given["ep"] or 1, "etp": given["etp"]}
     return Target(
         layout=ParallelLayout(**degrees), vision_layers=given["vit_pp_layers"], text_layers=given["llm_pp_layers"]
     )
 
 
-def source(args: argparse.Namespace, prefix: str = ""):
+def source(args: argparse.Namespace, section: str, prefix: str = ""):
     """The checkpoint to read: by its manifest, whose layout must be the one given, if one is; or a folder of the field."""
-    from mm_models.config.model import load_model_config
     from mm_models.weights.foreign import is_foreign, open_foreign
     from mm_models.weights.manifest import open_checkpoint
 
     if is_foreign(args.mm, args.iteration):
-        if args.model is None:
-            raise UserError(
-                f"{args.mm}: has no manifest (a folder of the field). Give --model model.json and the layout it was written in."
-            )
-        asked = target(args, prefix)
-        return open_foreign(
-            args.mm,
-            load_model_config(args.model),
-            asked.layout,
-            asked.vision_layers,
-            asked.text_layers,
-            args.iteration,
-        )
+        asked, model = target(args, section, prefix), _model(args)
+        return open_foreign(args.mm, model, asked.layout, asked.vision_layers, asked.text_layers, args.iteration)
     checkpoint = open_checkpoint(args.mm, args.iteration)
-    _check_given_layout(args, prefix, checkpoint)
+    _check_given_layout(args, section, prefix, checkpoint)
     return checkpoint
 
 
-def _check_given_layout(args: argparse.Namespace, prefix: str, checkpoint) -> None:
+def _model(args: argparse.Namespace):
+    """The model of a folder of the field: model.json's, else that of the Hugging Face folder beside it."""
+    from mm_models.config.family import family_of
+    from mm_models.config.model import load_model_config
+    from mm_models.config.strict import load_json
+    from mm_models.weights.hffolder import CONFIG
+
+    if args.model is not None:
+        return load_model_config(args.model)
+    if getattr(args, "hf", None) is None:
+        raise UserError(
+            f"{args.mm}: has no manifest (a folder of the field). Give --model model.json and the layout it was written in."
+        )
+    config, where = load_json(Path(args.hf) / CONFIG), f"{args.hf}/{CONFIG}"
+    return family_of(config, where).model(config, where)
+
+
+def _check_given_layout(args: argparse.Namespace, section: str, prefix: str, checkpoint) -> None:
     """Layout options of a checkpoint that has a manifest are a statement about it: refused when it is wrong."""
     given = {name: getattr(args, prefix + name) for name in LAYOUT_NAMES}
+    check_vision_tp(args, section, given["tp"] or checkpoint.manifest.layout.tp)
     if all(value is None for value in given.values()):
         return
-    asked, manifest = target(args, prefix), checkpoint.manifest
+    asked, manifest = target(args, section, prefix), checkpoint.manifest
     if given["llm_pp_layers"] or given["vit_pp_layers"]:
         given |= {"pp": asked.layout.pp, "vpp": asked.layout.vpp}
     differs = [

@@ -35,13 +35,14 @@ Progress = Callable[[int], Callable[[int], None]]
 
 @dataclass(frozen=True, kw_only=True)
 class Report:
-    """What a conversion did. `tensors` are tensors written."""
+    """What a conversion did. `tensors` are tensors written; `expert_layout` is that of a DCP folder with experts."""
 
     target: Path
     tensors: int
     bytes_read: int
     bytes_written: int
     seconds: float
+    expert_layout: str | None = None
 
     def line(self) -> str:
         rate = self.bytes_written / max(self.seconds, 1e-9) / 1e6

@@ -47,13 +47,17 @@ def hf_to_dcp(
     hf: str | Path,
     out: str | Path,
     *,
-    expert_layout: str,
+    expert_layout: str | None = None,
+    by_variable: bool = False,
     dcp_prefix: str = "",
     hf_prefix: str = "",
     converter: str | None = None,
     options: Options,
 ) -> Report:
-    """Convert a Hugging Face folder to a DCP release in `out`, with config, tokenizer and processor files beside it."""
+    """Convert a Hugging Face folder to a DCP release in `out`, with config, tokenizer and processor files beside it.
+
+    Without `expert_layout` experts lie as the FSDP2 target trains them or, `by_variable`, as the seeds' variable says.
+    """
     folder, family, model = _opened(hf, hf_prefix, converter)
     tell_unread(family, folder.config, str(folder.path / hffolder.CONFIG), options.say)
     wmap = build(model, family.prefixes)
@@ -66,7 +70,8 @@ def hf_to_dcp(
         "expert_layout": store.expert_layout,
         "ignored": [extra.name for extra in store.extras],
     }
-    return _to_dcp(store.fragments, wmap, out, expert_layout, dcp_prefix, folder.path, source, options)
+    layout = layouts.chosen(expert_layout, wmap, by_variable=by_variable)
+    return _to_dcp(store.fragments, wmap, out, layout, dcp_prefix, folder.path, source, options)
 
 
 def mm_to_dcp(
@@ -74,7 +79,7 @@ def mm_to_dcp(
     out: str | Path,
     *,
     hf: str | Path | None,
-    expert_layout: str,
+    expert_layout: str | None = None,
     dcp_prefix: str = "",
     converter: str | None = None,
     options: Options,
@@ -92,7 +97,8 @@ def mm_to_dcp(
         options.say(f"{source.folder}: its optimizer state is not converted")
     said = {**source.manifest.source, "mm": source.manifest.layout.flags(), "mm_iteration": source.manifest.iteration}
     weights, wmap = stores.mm_store(source, build(source.manifest.model)), build(model, family.prefixes)
-    return _to_dcp(weights, wmap, out, expert_layout, dcp_prefix, None if hf is None else Path(hf), said, options)
+    layout = layouts.chosen(expert_layout, wmap)
+    return _to_dcp(weights, wmap, out, layout, dcp_prefix, None if hf is None else Path(hf), said, options)
 
 
 def dcp_to_hf(
@@ -186,7 +192,7 @@ class Opened:
         """Refused: a prefix or expert layout (given, or by the seeds' variable) that is not what the manifest says."""
         folder = dcp_folder.open_dcp(dcp, iteration)
         prefix = _prefix(folder, dcp_prefix)
-        if layouts.from_variable() == "stacked" and expert_layout is None:
+        if wmap.has_experts and layouts.from_variable() == "stacked" and expert_layout is None:
             expert_layout = "stacked"
             said = folder.manifest.expert_layout if folder.manifest is not None else expert_layout
             if said != expert_layout:
@@ -232,7 +238,7 @@ def _to_dcp(
     out = Path(out)
     output = DcpOutput(
         wmap=wmap,
-        expert_layout=layouts.check_known(expert_layout),
+        expert_layout=expert_layout,
         dcp_prefix=dcp_prefix,
         dtypes=dtypes(weights),
         beside=beside,
@@ -249,4 +255,5 @@ def _to_dcp(
         located = output.make_files(tmp, fragments)
         result, seconds = run(replace(planned, targets=located), options, crc=True)
         output.finish(tmp, result.crcs)
-    return report(out, fragments, result, seconds)
+    said = expert_layout if wmap.has_experts else None
+    return replace(report(out, fragments, result, seconds), expert_layout=said)

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from mm_models.config.family import family_of
+from mm_models.errors import UserError
 from mm_models.weights import hffolder, hfoutput, mmfolder, stores
 from mm_models.weights.boxes import Shape, volume, whole
 from mm_models.weights.conversion import (
@@ -53,7 +54,9 @@ def moe_expert(
     where = str(folder.path / hffolder.CONFIG)
     family = family_of(folder.config, where)
     check_converter(converter, family, folder.path)
-    wmap = build(family.model(folder.config, where), family.prefixes)
+    wmap = stores.spelled(build(family.model(folder.config, where), family.prefixes), family, folder)
+    if not wmap.has_experts:
+        raise UserError(f"{folder.path}: {family.model_id} has no experts to merge or split.")
     store = stores.hf_store(folder, wmap, family, merged=True)
     extras = [hfoutput.HfOutput.extra_fragment(extra) for extra in store.extras]
     output = ExpertsOutput(

@@ -45,7 +45,7 @@ class HfOutput:
     _stored: list[Stored] = field(default_factory=list)
 
     def __post_init__(self):
-        by_place = {(f.file, f.offset): f for f in self.store.fragments}
+        by_place = {(f.file, f.offset): f for f in (*self.store.fragments, *self.store.copies)}
         self._model = {
             name: by_place[t.file, t.offset]
             for name, t in self.reference.tensors.items()

@@ -10,7 +10,7 @@ exactly once is proven at build.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
 from mm_models.config.model import ModelConfig
@@ -51,7 +51,8 @@ class GlobalTensor:
     canonical: str
     """The tensor whose elements these are: itself, or for a tied head the embedding."""
     sources: Mapping[str, tuple[Piece, ...]] = field(repr=False)
-    """Per Hugging Face expert layout, the pieces it is made of, with full Hugging Face names; empty for a second copy."""
+    """Per Hugging Face expert layout, the pieces it is made of, with full Hugging Face names; of a second copy, the tensor that a
+    folder may hold all the same."""
 
     @property
     def alias(self) -> bool:
@@ -110,22 +111,15 @@ class WeightMap:
                 name: _transposed(tensor, expert_layout) if name in experts else tensor
                 for name, tensor in self.hf("stacked_hf").items()
             }
-        pieces: dict[str, list[tuple[GlobalTensor, Piece]]] = {}
-        for tensor in self.tensors.values():
-            for piece in tensor.sources.get(expert_layout, ()):
-                pieces.setdefault(piece.source, []).append((tensor, piece))
-        return {
-            name: HfTensor(
-                name=name,
-                shape=group[0][1].shape,
-                view=group[0][1].view,
-                placements=tuple(Placement(t.canonical, p.to, p.at, p.extent) for t, p in group),
-                init=group[0][0].init,
-                section=group[0][0].section,
-                hold=group[0][0].hold,
-            )
-            for name, group in pieces.items()
-        }
+        return _hf_tensors((tensor for tensor in self.tensors.values() if not tensor.alias), expert_layout)
+
+    def hf_copies(self) -> dict[str, HfTensor]:
+        """Hugging Face tensors that a folder may hold beside the model's: the head of a tied model, its embedding again."""
+        return _hf_tensors((tensor for tensor in self.tensors.values() if tensor.alias), "stacked_hf")
+
+    @property
+    def has_experts(self) -> bool:
+        return any(tensor.expert for tensor in self.tensors.values())
 
     def flat_stage(self, tensor: GlobalTensor, split: ModelSplit) -> int | None:
         """The flat pipeline stage that holds `tensor`; None for a second copy that this split does not need."""
@@ -160,6 +154,25 @@ class WeightMap:
             shape, regions = shard_regions(tensor.canonical, tensor.shape, tensor.shard, degrees, ranks)
             found[name] = LocalTensor(name=name, chunk=chunk, shape=shape, regions=regions, tensor=tensor)
         return found
+
+
+def _hf_tensors(tensors: Iterable[GlobalTensor], expert_layout: str) -> dict[str, HfTensor]:
+    pieces: dict[str, list[tuple[GlobalTensor, Piece]]] = {}
+    for tensor in tensors:
+        for piece in tensor.sources.get(expert_layout, ()):
+            pieces.setdefault(piece.source, []).append((tensor, piece))
+    return {
+        name: HfTensor(
+            name=name,
+            shape=group[0][1].shape,
+            view=group[0][1].view,
+            placements=tuple(Placement(t.canonical, p.to, p.at, p.extent) for t, p in group),
+            init=group[0][0].init,
+            section=group[0][0].section,
+            hold=group[0][0].hold,
+        )
+        for name, group in pieces.items()
+    }
 
 
 def _transposed(tensor: HfTensor, expert_layout: str) -> HfTensor:
@@ -225,7 +238,7 @@ def _make(
     name = named(weight_table.mm_prefix, rule.mm)
     prefix = prefixes[rule.part or weight_table.section]
     sources = {}
-    for expert_layout in EXPERT_LAYOUTS if rule.hf else ():
+    for expert_layout in EXPERT_LAYOUTS:
         pieces = list(rule.hf.pieces(shape, sizes, expert_layout))
         fault = pieces_fault(shape, pieces)
         assert fault is None, f"weight map {weight_table.model_id!r}, rule {rule.mm!r}: {fault}"

@@ -207,13 +207,13 @@ class Rule:
 
     `place` is a place of `ModelSplit` (`vision_first`, `text_last`, ...), or `vision_layer` / `text_layer`.
     `when` names a kind of layer (`dense`, `moe`) or a feature of the model (`qkv_bias`, `untied`) the tensor needs.
-    `alias` names the Megatron tensor this one is a second copy of (a tied head); it has no Hugging Face tensor of its own.
+    `alias` names the Megatron tensor this one is a second copy of (a tied head); `hf` is what a folder may hold of it all the same.
     `hold` "fp32" keeps the tensor in fp32 in the model whatever the file holds. `init` is the from-scratch draw.
     `part` chooses the Hugging Face prefix; None is the table's section.
     """
 
     mm: str
-    hf: Transform | None
+    hf: Transform
     shape: tuple[str, ...]
     place: str
     shard: Shard
@@ -251,7 +251,7 @@ class WeightTable:
         rows = []
         for rule in self.rules:
             prefix = self.hf_prefixes[rule.part or self.section]
-            source = rule.hf.describe(prefix) if rule.hf else f"a second copy of {self.mm_prefix}{rule.alias}"
+            source = f"a second copy of {self.mm_prefix}{rule.alias}" if rule.alias else rule.hf.describe(prefix)
             kind = rule.kind if rule.kind != "param" else None
             notes = "".join(f" [{note}]" for note in (rule.when, kind, rule.hold) if note)
             shard = SHARD_NAMES.get(rule.shard, str(rule.shard))

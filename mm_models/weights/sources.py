@@ -148,8 +148,13 @@ class DcpNames:
     ignored: tuple[str, ...]
 
 
-def dcp_layout(folder: DcpFolder, declared_layout: str | None) -> tuple[str, str]:
-    """(expert layout of a DCP folder, who says so): its manifest, else what was declared, else the variable."""
+def dcp_layout(folder: DcpFolder, wmap: WeightMap, declared_layout: str | None) -> tuple[str, str]:
+    """(expert layout of a DCP folder, who says so): its manifest, else what was declared, else the variable.
+
+    Without experts all layouts are one, and none may be declared.
+    """
+    if not wmap.has_experts:
+        return layouts.without_experts(declared_layout), "the model has no experts"
     if folder.manifest is None:
         said = "it was declared" if declared_layout else f"{layouts.VARIABLE}; the folder has no manifest"
         return layouts.declared(declared_layout), said
@@ -180,7 +185,7 @@ def dcp_names(
     held = {
         name.removeprefix(dcp_prefix): tensor for name, tensor in folder.weights.items() if name.startswith(dcp_prefix)
     }
-    expert_layout, said = dcp_layout(folder, declared_layout)
+    expert_layout, said = dcp_layout(folder, wmap, declared_layout)
     shapes: dict[str, Shape] = {name: tensor.shape for name, tensor in held.items()}
     layouts.check_shapes(shapes, wmap, expert_layout, folder=folder.path, dcp_prefix=dcp_prefix, said=said)
     expected = wmap.hf(expert_layout)
@@ -198,7 +203,7 @@ def dcp_names(
 
 def _check_held(folder: DcpFolder, wmap: WeightMap, names: DcpNames, held_layout: str, dcp_prefix: str) -> None:
     """A model is loaded from files in its own expert layout only."""
-    if names.expert_layout == held_layout or not any(tensor.expert for tensor in wmap.tensors.values()):
+    if names.expert_layout == held_layout or not wmap.has_experts:
         return
     theirs, ours = (_an_expert(wmap, layout) for layout in (names.expert_layout, held_layout))
     other = f" Or set model.expert_layout to {names.expert_layout}." if names.expert_layout in HELD_LAYOUTS else ""
@@ -222,7 +227,7 @@ def open_optimizer(folder: str | Path, wmap: WeightMap, held_layout: str, iterat
     opened = dcp_folder.open_dcp(folder, iteration)
     if opened.manifest is not None:
         check_same_model(wmap, build(opened.manifest.model), opened.path)
-        if opened.manifest.expert_layout != held_layout:
+        if wmap.has_experts and opened.manifest.expert_layout != held_layout:
             raise UserError(
                 f"{opened.path}: experts are {opened.manifest.expert_layout} there, {held_layout} in the model. "
                 f"Set model.expert_layout to {opened.manifest.expert_layout}."

@@ -14,9 +14,9 @@ from mm_models.errors import UserError, nearest
 from mm_models.layout import ModelSplit, ParallelLayout
 from mm_models.weights import mmfolder
 from mm_models.weights.boxes import Placement, Shape, flat_range
-from mm_models.weights.hffolder import HfFolder, Stored
+from mm_models.weights.hffolder import CONFIG, HfFolder, Stored
 from mm_models.weights.manifest import Checkpoint
-from mm_models.weights.model_map import HfTensor, LocalTensor, WeightMap, shard_coords
+from mm_models.weights.model_map import HfTensor, LocalTensor, WeightMap, build, shard_coords
 from mm_models.weights.plan import Fragment
 from mm_models.weights.rules import EXPERT_LAYOUTS
 
@@ -28,14 +28,16 @@ PARTS = ("master", "exp_avg", "exp_avg_sq")
 
 @dataclass(frozen=True, kw_only=True)
 class HfStore:
-    """The tensors of a folder that the model uses, the expert layout they are in, and the known extras set aside.
+    """The tensors of a folder that the model uses, the expert layout they are in (None without experts), the known extras set
+    aside, and the second copies: the head of a tied model, equal to the embedding.
 
     `missing` and `ignored` are empty unless they were allowed.
     """
 
     fragments: tuple[Fragment, ...]
-    expert_layout: str
+    expert_layout: str | None
     extras: tuple[Stored, ...]
+    copies: tuple[Fragment, ...] = ()
     missing: Mapping[str, HfTensor] = field(default_factory=dict)
     ignored: tuple[str, ...] = ()
 
@@ -51,43 +53,81 @@ def hf_store(
 ) -> HfStore:
     """Every tensor of `folder` as a fragment; refused unless the folder holds exactly what the model needs, and known extras.
 
-    With `partial` tensors may be missing; `ignore` says which further ones may be there. A folder whose experts `moe_expert`
-    merged into another orientation than Hugging Face's is refused, also when the shapes agree, unless `merged`.
+    `wmap` has the family's own prefixes; the folder may have older ones, part by part. A tied model's folder may hold
+    its head all the same, if it is the embedding bit by bit. With `partial` tensors may be missing; `ignore` says which further
+    ones may be there. A folder whose experts `moe_expert` merged into another orientation than Hugging Face's is refused, also
+    when the shapes agree, unless `merged`.
     """
     if folder.expert_layout is not None and not merged:
         raise UserError(
             f"{folder.path}: its experts are merged as {folder.expert_layout}, expected Hugging Face's own layouts. "
             f"Split them: mm-convert moe_expert --style split --hf_dir {folder.path} --save_dir NEW_FOLDER"
         )
+    wmap = spelled(wmap, family, folder)
     maps = {expert_layout: wmap.hf(expert_layout) for expert_layout in EXPERT_LAYOUTS}
     expert_layout = folder.expert_layout or _expert_layout(folder, maps)
     expected = maps[expert_layout] if expert_layout in maps else wmap.hf(expert_layout)
+    copies = {name: tensor for name, tensor in wmap.hf_copies().items() if name in folder.tensors}
     extras = tuple(
-        t for name, t in folder.tensors.items() if name not in expected and family.is_extra(name, wmap.model)
+        t
+        for name, t in folder.tensors.items()
+        if name not in expected and name not in copies and family.is_extra(name, wmap.model)
     )
     names = set(folder.tensors) - {extra.name for extra in extras}
-    ignored = tuple(sorted(name for name in names - set(expected) if ignore(name)))
+    ignored = tuple(sorted(name for name in names - set(expected) - set(copies) if ignore(name)))
     names -= set(ignored)
     missing = {name: tensor for name, tensor in expected.items() if name not in names} if partial else {}
     expected = {name: tensor for name, tensor in expected.items() if name not in missing}
+    allowed = {**expected, **copies}
     faults = name_faults(
-        names, expected, {name: (folder.tensors[name].shape, expected[name].shape) for name in names & set(expected)}
+        names, allowed, {name: (folder.tensors[name].shape, allowed[name].shape) for name in names & set(allowed)}
     )
     if faults:
         raise UserError(f"{folder.path} does not hold this model: " + "; ".join(faults) + ".")
-    fragments = tuple(
-        Fragment(
-            label=f"{folder.tensors[name].file.name}: {name}",
-            dtype=folder.tensors[name].dtype,
-            shape=tensor.view,
-            placements=tensor.placements,
-            file=folder.tensors[name].file,
-            offset=folder.tensors[name].offset,
-            transposed=tensor.transposed,
-        )
-        for name, tensor in expected.items()
+    fragments, second = (
+        tuple(_stored_fragment(folder.tensors[name], tensor) for name, tensor in tensors.items())
+        for tensors in (expected, copies)
     )
-    return HfStore(fragments=fragments, expert_layout=expert_layout, extras=extras, missing=missing, ignored=ignored)
+    _check_copies(folder, fragments, second)
+    return HfStore(
+        fragments=fragments,
+        expert_layout=expert_layout if wmap.has_experts else None,
+        extras=extras,
+        copies=second,
+        missing=missing,
+        ignored=ignored,
+    )
+
+
+def spelled(wmap: WeightMap, family: Family, folder: HfFolder) -> WeightMap:
+    """`wmap`, which has the family's own prefixes, in the spelling of a folder: each part's prefix as the folder's tensors have it."""
+    prefixes = family.prefixes_of(folder.tensors, str(folder.path))
+    return wmap if prefixes == family.prefixes else build(wmap.model, prefixes)
+
+
+def _stored_fragment(stored: Stored, tensor: HfTensor) -> Fragment:
+    return Fragment(
+        label=f"{stored.file.name}: {stored.name}",
+        dtype=stored.dtype,
+        shape=tensor.view,
+        placements=tensor.placements,
+        file=stored.file,
+        offset=stored.offset,
+        transposed=tensor.transposed,
+    )
+
+
+def _check_copies(folder: HfFolder, fragments: Iterable[Fragment], copies: Iterable[Fragment]) -> None:
+    """A tied model's head must be its embedding: same data type, same bytes."""
+    by_place = {fragment.placements: fragment for fragment in fragments}
+    for copy in copies:
+        original = by_place.get(copy.placements)
+        if original is None or original.dtype != copy.dtype or not _same_bytes(original, copy):
+            what = f"differs from {original.label}" if original is not None else "is there without the embedding"
+            raise UserError(
+                f"{folder.path}: the model is tied (tie_word_embeddings), but {copy.label} {what}. If the head is a weight of its "
+                f"own, set tie_word_embeddings to false in {CONFIG}; if not, remove it."
+            )
 
 
 def _expert_layout(folder: HfFolder, maps: Mapping[str, Mapping[str, HfTensor]]) -> str:

@@ -89,7 +89,7 @@ def test_flat_and_nested_lists_mean_the_same(hf, tmp_path, arguments, layout):
     ("arguments", "words"),
     [
         (["hf_to_m"], "unknown verb 'hf_to_m'; did you mean 'hf_to_mm'?"),
-        (["Glm4vConverter", "hf_to_mm", "--hf", "a", "--out", "b"], "did you mean 'Glm4vMoeConverter'?"),
+        (["Glm4vMoConverter", "hf_to_mm", "--hf", "a", "--out", "b"], "did you mean 'Glm4vMoeConverter'?"),
         (["Glm4vMoeConverter", "hf_mm"], "did you mean 'hf_to_mm'?"),
         (["Glm4vMoeConverter"], "expected one of hf_to_mm"),
         (["hf_to_mm", "--hf", "a", "--out", "b", "--tpp", "2"], "unknown option '--tpp'; did you mean '--tp'?"),

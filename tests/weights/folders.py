@@ -16,25 +16,26 @@ from mm_models.layout import ParallelLayout
 from mm_models.weights import dcp_verbs, verbs
 from mm_models.weights.manifest import open_checkpoint
 from mm_models.weights.mmfolder import container
-from tests.models import tiny_glm_model
+from tests.models import tiny_model
 
 QUIET = verbs.Options(say=lambda text: None)
 
 
-def model_of(seed: int = 0, dtype: torch.dtype = torch.bfloat16, **overrides):
+def model_of(seed: int = 0, dtype: torch.dtype = torch.bfloat16, family: str = "glm4v_moe", **overrides):
     """A tiny model, made once per set of arguments."""
-    return _model_of(seed, dtype, json.dumps(overrides))
+    return _model_of(family, seed, dtype, json.dumps(overrides))
 
 
 @cache
-def _model_of(seed: int, dtype: torch.dtype, overrides: str):
-    return tiny_glm_model(seed, dtype, **json.loads(overrides))
+def _model_of(family: str, seed: int, dtype: torch.dtype, overrides: str):
+    return tiny_model(family, seed, dtype, **json.loads(overrides))
 
 
 def hf_folder(
     path: Path, *, dtype=torch.bfloat16, stacked: bool = False, shard_size: str = "5GB", seed: int = 0, **overrides
 ) -> Path:
-    """`save_pretrained` of the tiny model: per expert (as on the hub) or stacked, in one file or several."""
+    """`save_pretrained` of the tiny model of `family` (GLM-4.5V), in one file or several: as on the hub (per expert; Qwen's old
+    names), or `stacked`, as transformers names it in memory."""
     model_of(seed, dtype, **overrides).save_pretrained(
         path, save_original_format=not stacked, max_shard_size=shard_size
     )
@@ -75,7 +76,7 @@ def to_hf(mm: Path, hf: Path, out: Path, **options) -> Path:
     return out
 
 
-def to_dcp(hf: Path, out: Path, *, expert_layout: str = "stacked_hf", **options) -> Path:
+def to_dcp(hf: Path, out: Path, *, expert_layout: str | None = None, **options) -> Path:
     dcp_verbs.hf_to_dcp(hf, out, expert_layout=expert_layout, options=QUIET, **options)
     return out
 

@@ -43,6 +43,23 @@ def declared(expert_layout: str | None, environ: Mapping[str, str] | None = None
     return expert_layout
 
 
+def chosen(expert_layout: str | None, wmap: WeightMap, *, by_variable: bool = False) -> str:
+    """The layout to write: the one that was given, else the FSDP2 target's own or, `by_variable`, what the variable says.
+
+    A model without experts has no layout: all are one, and one that was given is refused.
+    """
+    if not wmap.has_experts:
+        return without_experts(expert_layout)
+    return declared(expert_layout if expert_layout or by_variable else "stacked_hf")
+
+
+def without_experts(expert_layout: str | None) -> str:
+    """What a model without experts is recorded as; refused where a layout was given."""
+    if expert_layout is not None:
+        raise UserError(f"expert layout {expert_layout} was given, but the model has no experts. Leave it out.")
+    return "stacked_hf"
+
+
 def check_shapes(
     shapes: Mapping[str, Shape], wmap: WeightMap, expert_layout: str, *, folder: Path, dcp_prefix: str, said: str
 ) -> None:

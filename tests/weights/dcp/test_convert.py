@@ -151,12 +151,12 @@ def test_one_vision_tensor_less_is_named_and_nothing_is_written(hf, tmp_path):
 
 
 def test_the_declared_layout_is_checked_and_both_are_named(hf, tmp_path, monkeypatch):
+    other = to_dcp(hf, tmp_path / "other", expert_layout="stacked_hf")
     dcp = to_dcp(hf, tmp_path / "dcp", expert_layout="stacked")
     with pytest.raises(UserError, match="its manifest says expert layout stacked, but flat was asked for"):
         from_dcp(dcp, hf, tmp_path / "no", expert_layout="flat")
     monkeypatch.setenv("GLM4V_DCP_3D", "1")
     assert_same_folder(from_dcp(dcp, hf, tmp_path / "back"), hf)
-    other = to_dcp(hf, tmp_path / "other", expert_layout="stacked_hf")
     with pytest.raises(
         UserError, match=r"says expert layout stacked_hf, but GLM4V_DCP_3D=1 says stacked. Unset GLM4V_DCP_3D"
     ):
