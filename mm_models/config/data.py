@@ -90,7 +90,7 @@ class BasicParameters(StrictModel):
     mask_history: bool = False
     """Train the last answer of a conversation alone."""
     enable_thinking: bool = True
-    """Handed to the chat template; false marks user turns with `/nothink` as GLM does."""
+    """Handed to a chat template that takes it: false marks user turns with `/nothink` as GLM-4.5V does."""
     val_dataset: Name | None = None
     val_max_samples: Count | None = None
     val_rate: Annotated[float | None, _only(None)] = None

@@ -93,7 +93,7 @@ def unknown_key(schema: type[BaseModel], loc: tuple, data: Any = None) -> str:
     place, got = ".".join(map(str, loc)), str(loc[-1])
     text = f"unknown key {place!r}"
     close = nearest(got, fields)
-    elsewhere = [found for found in dotted_keys(schema) if found.rsplit(".", 1)[-1] == got and found != place]
+    elsewhere = [found for found in dotted_keys(schema, data=data) if found.rsplit(".", 1)[-1] == got and found != place]
     if elsewhere:
         return text + f"; the key {got!r} belongs at {' or '.join(repr(path) for path in elsewhere)}"
     known = f" Known here: {', '.join(fields)}" if fields else " It has no keys inside"
@@ -115,15 +115,21 @@ def _schema_at(schema: type[BaseModel], loc: tuple, data: Any = None) -> type[Ba
         if not inner:
             return None
         data = data.get(key) if isinstance(data, Mapping) else None
-        schema = inner[0].schema_of(data) if hasattr(inner[0], "schema_of") else inner[0]
+        schema = _schema_for(inner[0], data)
     return schema
 
 
-def dotted_keys(schema: type[BaseModel], prefix: str = "") -> list[str]:
-    """Every dotted key of a schema."""
+def dotted_keys(schema: type[BaseModel], prefix: str = "", data: Any = None) -> list[str]:
+    """Every dotted key of a schema, for the document `data` where there is one."""
     found = []
     for name, field in schema.model_fields.items():
         found.append(prefix + name)
+        below = data.get(name) if isinstance(data, Mapping) else None
         for inner in models_in(field.annotation):
-            found += dotted_keys(inner, f"{prefix}{name}.")
+            found += dotted_keys(_schema_for(inner, below), f"{prefix}{name}.", below)
     return found
+
+
+def _schema_for(schema: type[BaseModel], data: Any) -> type[BaseModel]:
+    """The schema of a section: its own by what it holds, where it chooses one."""
+    return schema.schema_of(data) if hasattr(schema, "schema_of") else schema

@@ -12,15 +12,17 @@ from mm_models.layout import ParallelLayout
 from mm_models.registry import TABLES
 from tests.weights.folders import hf_folder
 
+VISION, PROJECTORS = ["glm4v_vit", "qwen2_5_vit", "qwen2vit"], ["GlmMLP", "lnmlp"]
+TEXT = ["glm4v_lm", "glm4v_moe_lm", "qwen2_5_lm", "qwen2lm"]
 EXPECTED = {
-    "vision_encoders": ["glm4v_vit"],
-    "vision_projectors": ["GlmMLP"],
-    "text_decoders": ["glm4v_moe_lm"],
-    "vit_layer_specs": ["glm4v_vit"],
-    "llm_layer_specs": ["glm4v_moe_lm"],
-    "weight_maps": ["GlmMLP", "glm4v_moe_lm", "glm4v_vit"],
-    "config_maps": ["GlmMLP", "glm4v_moe_lm", "glm4v_vit"],
-    "converters": ["Glm4vMoeConverter"],
+    "vision_encoders": VISION,
+    "vision_projectors": PROJECTORS,
+    "text_decoders": TEXT,
+    "vit_layer_specs": VISION,
+    "llm_layer_specs": TEXT,
+    "sections": sorted([*VISION, *PROJECTORS, *TEXT]),
+    "weight_maps": sorted([*VISION, *PROJECTORS, *TEXT]),
+    "converters": ["Glm4vMoeConverter", "GlmConverter", "Qwen2VLConverter", "Qwen2_5_VLConverter"],
 }
 
 
@@ -47,7 +49,7 @@ def test_every_id_is_listed(capsys):
 
 
 def test_one_table(capsys):
-    assert listed(capsys, "--table", "weight_maps") == {"weight_maps": ["GlmMLP", "glm4v_moe_lm", "glm4v_vit"]}
+    assert listed(capsys, "--table", "weight_maps") == {"weight_maps": EXPECTED["weight_maps"]}
     assert main(["list", "--table", "weight_map"]) == 2
     assert "did you mean 'weight_maps'?" in capsys.readouterr().err
 
@@ -64,8 +66,15 @@ def test_one_id_taken_apart(capsys):
         "expert_glu",
     ):
         assert words in text
-    assert main(["show", "glm4v_lm"]) == 2
+    assert main(["show", "glm4v_moe_ln"]) == 2
     assert "did you mean 'glm4v_moe_lm'?" in capsys.readouterr().err
+
+
+def test_an_id_of_two_families_shows_both(capsys):
+    assert main(["show", "qwen2vit"]) == 0
+    text = capsys.readouterr().out
+    assert "Qwen2VLConverter: model.json section vision_encoder" in text and "Qwen2_5_VLConverter: model.json" in text
+    assert "mlp_ratio x hidden_size" in text and "mlp.fc1.weight" in text and "mlp.gate_proj.bias" in text
 
 
 def test_init_writes_a_model_json_for_a_topology(hf, tmp_path, capsys):

@@ -197,7 +197,9 @@ def test_what_the_components_cannot_compute_is_refused(section, values, words):
 
 
 def test_an_unknown_family_is_refused_by_name():
-    with pytest.raises(UserError, match=r"model_type 'llava' has no converter. Known: glm4v_moe"):
+    with pytest.raises(
+        UserError, match=r"model_type 'llava' has no converter. Known: glm4v, glm4v_moe, qwen2_5_vl, qwen2_vl."
+    ):
         family_of({"model_type": "llava"}, "x/config.json")
 
 
