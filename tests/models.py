@@ -56,6 +56,7 @@ VISION_FIELDS: dict[str, Any] = {
     "temporal_patch_size": 2,
     "attention_bias": False,
     "rms_norm_eps": 1e-5,
+    "rope_parameters": {"rope_type": "axial", "rope_theta": 10000.0},
 }
 
 ROOT_FIELDS: dict[str, Any] = {
@@ -92,7 +93,13 @@ QWEN_TEXT: dict[str, Any] = {
     "max_window_layers": 4,
     "use_sliding_window": False,
 }
-PATCHES: dict[str, Any] = {"num_heads": 4, "patch_size": 14, "spatial_merge_size": 2, "temporal_patch_size": 2}
+PATCHES: dict[str, Any] = {
+    "num_heads": 4,
+    "patch_size": 14,
+    "spatial_merge_size": 2,
+    "temporal_patch_size": 2,
+    "rope_parameters": {"rope_type": "axial", "rope_theta": 10000.0},
+}
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -14,6 +14,7 @@ def batch(
     length: int = 40,
     unlabelled: bool = False,
     features: int = 1176,
+    merge: int = 2,
 ) -> dict:
     """One micro-batch: for each sample its images as (h, w) patch grids; every sample has `length` tokens."""
     generator = torch.Generator().manual_seed(seed)
@@ -22,7 +23,7 @@ def batch(
         ids = torch.randint(5, 290, (length,), generator=generator)
         at = 2
         for h, w in sample:
-            n = h * w // 4
+            n = h * w // merge**2
             ids[at], ids[at + 1 : at + 1 + n], ids[at + 1 + n] = START, IMAGE, END
             at += n + 4
             grids.append((1, h, w))
@@ -39,11 +40,11 @@ def batch(
     if grids:
         result["image_grid_thw"] = torch.tensor(grids)
         result["pixel_values"] = torch.randn(sum(h * w for _, h, w in grids), features, generator=generator)
-    result["position_ids"] = positions(result)
+    result["position_ids"] = positions(result, merge)
     return result
 
 
-def positions(batch: dict) -> torch.Tensor:
+def positions(batch: dict, merge: int = 2) -> torch.Tensor:
     """(3, B, S): the rule of Hugging Face's get_rope_index for text and images, counted token by token."""
     ids, out = batch["input_ids"], []
     grids = iter(batch.get("image_grid_thw", torch.empty(0, 3, dtype=torch.long)).tolist())
@@ -55,8 +56,8 @@ def positions(batch: dict) -> torch.Tensor:
                 at, i = at + 1, i + 1
                 continue
             _, h, w = next(grids)
-            where += [(at, at + y, at + x) for y in range(h // 2) for x in range(w // 2)]
-            at, i = at + max(h, w) // 2, i + h * w // 4
+            where += [(at, at + y, at + x) for y in range(h // merge) for x in range(w // merge)]
+            at, i = at + max(h, w) // merge, i + h * w // merge**2
         out.append(torch.tensor(where).T)
     return torch.stack(out, dim=1)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 import torch.distributed as dist
+from megatron.core import parallel_state
 
 from mm_models.config.model import ModelConfig
 from mm_models.device import prepare
@@ -15,12 +16,13 @@ from tests.mcore.oracle import fill, megatron_tensors, model_config, shard
 def assemble(
     hf, *, dtype: torch.dtype = torch.float32, split: dict | None = None, extra: dict | None = None, **degrees
 ):
-    """(chunks, model, layout) of this rank, filled from the Hugging Face model `hf`."""
+    """(chunks, model, layout) of this rank, filled from the Hugging Face model `hf`. A case may do it again with the same degrees."""
     prepare()
     model = model_config(hf.config, **(extra or {}))
     layout = ParallelLayout.for_world(dist.get_world_size(), **degrees)
     stages = model.split(layout, **(split or {}))
-    init_parallel(layout, stages, timeout_minutes=1)
+    if not parallel_state.model_parallel_is_initialized():
+        init_parallel(layout, stages, timeout_minutes=1)
     chunks = build_chunks(model, layout, stages, dtype=dtype)
     whole = model_config(hf.config)
     fill(
