@@ -14,9 +14,13 @@ from typing import Any
 from mm_models.config.config_map import ConfigMap
 from mm_models.config.model import ModelConfig
 from mm_models.config.sections import Section
-from mm_models.config.strict import load_json, validate
+from mm_models.config.split import without_split
+from mm_models.config.strict import leaves, load_json, validate
 from mm_models.errors import UserError
 from mm_models.registry import table
+
+COMPOSED = "composed"
+"""`model_type` of a folder whose config.json holds a model.json."""
 
 SECTIONS = {"vision_encoder": "image_encoder", "vision_projector": "image_encoder", "text_decoder": None}
 """Section -> the section of model.json it stands in."""
@@ -167,6 +171,62 @@ class Family:
         return any(re.fullmatch(pattern.replace("{num_layers}", layers), name) for pattern in self.extras)
 
 
+@dataclass(frozen=True, kw_only=True)
+class Composed(Family):
+    """A model of parts that no published family joins: this tower, that decoder.
+
+    Its folder has Hugging Face's names for the tensors of each part, and a config.json that holds the model.json itself:
+
+        {"model_type": "composed", "model": {"image_encoder": {...}, "text_decoder": {...}, ...}}
+    """
+
+    def nested(self, config: Mapping[str, Any], where: str = "config.json") -> dict[str, Any]:
+        return dict(config)
+
+    def model_json(self, config: Mapping[str, Any], where: str = "config.json") -> dict[str, Any]:
+        return without_split(_model_inside(config, where)).model_dump(exclude_none=True)
+
+    def check_model(self, model: ModelConfig, config: Mapping[str, Any], where: str = "config.json") -> None:
+        ours, theirs = (
+            dict(leaves(one)) for one in (without_split(model).model_dump(), self.model(config, where).model_dump())
+        )
+        faults = [
+            f"{key} is {ours.get(key)!r}, {where} says {theirs.get(key)!r}"
+            for key in sorted(ours | theirs)
+            if ours.get(key) != theirs.get(key) and not key.endswith((".freeze", "init_method_std"))
+        ]
+        if faults:
+            raise UserError(f"model.json disagrees with {where}: " + "; ".join(faults) + ".")
+
+    def hf_config(self, model: ModelConfig) -> dict[str, Any]:
+        return {"model_type": COMPOSED, "model": without_split(model).model_dump(exclude_none=True)}
+
+    def unread_keys(self, config: Mapping[str, Any]) -> list[str]:
+        return []
+
+
+def composed(model: ModelConfig) -> Composed:
+    """The family of one mixed model, from the weight maps of its parts."""
+    prefixes: dict[str, str] = {}
+    for part in parts_of(model).values():
+        prefixes |= table("weight_maps").get(part.model_id).hf_prefixes
+    return Composed(
+        name="composed",
+        model_id=COMPOSED,
+        model_types=(COMPOSED,),
+        ids={section: (part.model_id,) for section, part in parts_of(model).items()},
+        maps={},
+        prefixes=prefixes,
+        root=ConfigMap(model_id="", section="", hf_section="", fields=()),
+    )
+
+
+def _model_inside(config: Mapping[str, Any], where: str) -> ModelConfig:
+    if not isinstance(config.get("model"), Mapping):
+        raise UserError(f"{where}: model_type {COMPOSED!r} needs the content of a model.json under 'model'.")
+    return validate(ModelConfig, config["model"], f"{where}, model")
+
+
 def parts_of(model: ModelConfig) -> dict[str, Section]:
     """Section name -> section of every part the model has."""
     parts = {"vision_encoder": model.vision, "vision_projector": model.projector, "text_decoder": model.text}
@@ -177,6 +237,8 @@ def family_of(config: Mapping[str, Any], where: str) -> Family:
     """The family of a Hugging Face config, by `model_type`."""
     known = {model_type: family for family in _families() for model_type in family.model_types}
     got = config.get("model_type")
+    if got == COMPOSED:
+        return composed(_model_inside(config, where))
     if got not in known:
         raise UserError(f"{where}: model_type {got!r} has no converter. Known: {', '.join(sorted(known))}.")
     return known[got]
@@ -194,13 +256,7 @@ def families_of_model(model: ModelConfig) -> list[Family]:
 
 def family_of_model(model: ModelConfig) -> Family:
     """The family of a model.json: all its `model_id`s, and where a part alone leaves a choice, the first by name."""
-    matching = families_of_model(model)
-    if not matching:
-        ids = {section: part.model_id for section, part in parts_of(model).items()}
-        raise UserError(
-            f"no converter joins the model_ids {ids}. Known: {', '.join(family.name for family in _families())}."
-        )
-    return matching[0]
+    return (families_of_model(model) or [composed(model)])[0]
 
 
 def contradictions(content: Mapping[str, Any]) -> list[str]:
