@@ -91,9 +91,13 @@ def _entries(folder: Path, shard: str, layout: ParallelLayout, split) -> list[En
             if (container, key) not in found:
                 raise UserError(f"{file}: {container}.{key} is {content[container][key]!r}, expected a tensor.")
             tensor = found[container, key]
+            try:
+                name = mmfolder.global_key(key, split, stage=stage, chunk=chunk)
+            except UserError as error:
+                raise UserError(f"{file}: {error} Correct the layer lists.") from error
             entries.append(
                 Entry(
-                    name=mmfolder.global_key(key, split, stage=stage, chunk=chunk),
+                    name=name,
                     file=f"{shard}/{mmfolder.MODEL_FILE}",
                     container=container,
                     key=key,
