@@ -14,7 +14,7 @@ from tests.harness import run
 from tests.mcore.batches import batch, hf_inputs
 from tests.mcore.cases import assemble
 from tests.mcore.test_topologies import TOPOLOGIES
-from tests.models import tiny_glm_model
+from tests.models import tiny_model
 
 
 def concatenated(batches: list[dict]) -> dict:
@@ -24,8 +24,10 @@ def concatenated(batches: list[dict]) -> dict:
     return joined
 
 
-def case(rank: int, dtype: torch.dtype, split: dict, degrees: dict) -> dict:
-    hf = tiny_glm_model(0, dtype)
+def case(
+    rank: int, dtype: torch.dtype, split: dict, degrees: dict, family: str = "glm4v_moe", overrides: dict | None = None
+) -> dict:
+    hf = tiny_model(family, 0, dtype, **(overrides or {}))
     chunks, _, layout = assemble(hf, dtype=dtype, split=split, **degrees)
     everything = [batch(20 + i, images=[[(4, 4 + 2 * (i % 2))]], length=40) for i in range(4)]
     dp = layout.coords(rank).dp

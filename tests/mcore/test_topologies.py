@@ -11,7 +11,7 @@ from mm_models.mcore.layers import Recompute
 from tests.harness import run
 from tests.mcore.batches import batch, hf_sum_loss
 from tests.mcore.cases import assemble, relative_gradients, train_step, wrap
-from tests.models import tiny_glm_model
+from tests.models import tiny_model
 
 ONE, TWO, TEXT = [[(4, 4)]], [[(4, 6), (2, 8)]], [[]]
 
@@ -28,6 +28,7 @@ def case(
     split: dict,
     degrees: dict,
     *,
+    family: str = "glm4v_moe",
     overrides: dict | None = None,
     extra: dict | None = None,
     recompute: Recompute | None = None,
@@ -36,7 +37,7 @@ def case(
     local: bool = False,
 ) -> dict:
     """One step on this rank against Hugging Face. `texts`: micro-batches made text-only; `crowd`: every token goes to experts 0 and 1."""
-    hf = tiny_glm_model(0, **(overrides or {}))
+    hf = tiny_model(family, 0, **(overrides or {}))
     if crowd:
         for layer in hf.model.language_model.layers[1:]:
             layer.mlp.gate.e_score_correction_bias[:2] += 100.0
