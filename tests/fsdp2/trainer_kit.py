@@ -25,7 +25,7 @@ from mm_models.train.log import read_metrics
 from tests.harness import run
 from tests.mcore import training_kit
 from tests.mcore.batches import hf_inputs
-from tests.models import tiny_glm_model
+from tests.models import tiny_model
 
 STEPS, RATE, DECAY, CLIP = 4, 1e-3, 0.1, 1.0
 FSDP = ["model.visual", "model.visual.blocks.{*}", "model.language_model", "model.language_model.embed_tokens"]
@@ -34,17 +34,21 @@ EXPERTS = ["model.language_model.layers.{*}.mlp.experts"]
 BF16 = {"parallel.fsdp_plan.param_dtype": "bf16", "parallel.fsdp_plan.reduce_dtype": "fp32"}
 
 
-def write_hf(folder: Path, **overrides: Any) -> Path:
-    """The tiny GLM-4.5V as a Hugging Face folder."""
-    tiny_glm_model(**overrides).save_pretrained(folder)
+def write_hf(folder: Path, family: str = "glm4v_moe", **overrides: Any) -> Path:
+    """A family's tiny model as a Hugging Face folder, named as Hugging Face saves it."""
+    tiny_model(family, **overrides).save_pretrained(folder)
     return folder
 
 
 def config(hf: Path, **changes: Any) -> dict[str, Any]:
     """A whole configuration over `hf` as a dict; `changes` are dotted keys with `__` for the dot, or given by `changed`."""
     (hf / "rows.json").write_text("[]")
+    family = json.loads((hf / "config.json").read_text())["model_type"]
     raw = {
-        "parallel": {"fsdp_plan": {"apply_modules": FSDP}, "ep_plan": {"apply_modules": EXPERTS}},
+        "parallel": {
+            "fsdp_plan": {"apply_modules": FSDP},
+            "ep_plan": {"apply_modules": EXPERTS if family == "glm4v_moe" else []},
+        },
         "data": {
             "dataset_param": {
                 "dataset_type": "huggingface",
@@ -53,7 +57,7 @@ def config(hf: Path, **changes: Any) -> dict[str, Any]:
             },
             "dataloader_param": {"collate_param": {"collator_id": "qwen3vl"}},
         },
-        "model": {"model_id": "glm4v_moe", "model_name_or_path": str(hf)},
+        "model": {"model_id": family, "model_name_or_path": str(hf)},
         "training": {
             "train_iters": STEPS, "lr": RATE, "weight_decay": DECAY, "clip_grad": CLIP, "load": str(hf),
             "distributed_timeout_minutes": 1,
@@ -187,12 +191,13 @@ def reference(
 
 
 def _reference(rank: int, hf: str, steps: int, batch: int, micro: int, loss_type: str, samples: Synthetic, rate: float):
-    from transformers import Glm4vMoeForConditionalGeneration
+    from transformers import AutoModelForImageTextToText
 
     from mm_models.data.sampler import BaseRandomBatchSampler
 
-    network = Glm4vMoeForConditionalGeneration.from_pretrained(hf, attn_implementation="sdpa", dtype=torch.float32)
-    network.set_experts_implementation("grouped_mm")
+    network = AutoModelForImageTextToText.from_pretrained(hf, attn_implementation="sdpa", dtype=torch.float32)
+    if hasattr(network.config.text_config, "n_routed_experts"):
+        network.set_experts_implementation("grouped_mm")
     network.train()
     sampler = iter(
         BaseRandomBatchSampler(

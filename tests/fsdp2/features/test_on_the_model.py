@@ -10,7 +10,7 @@ from mm_models.fsdp2.features import offload, recompute
 from mm_models.fsdp2.features.stores import SpillFileStore
 from tests.fsdp2 import kit
 from tests.harness import run
-from tests.models import tiny_glm_model
+from tests.models import tiny_model
 
 FEATURES = {
     "recompute": {"recomputed": True},
@@ -26,8 +26,9 @@ def blocks(model) -> list[str]:
 
 
 def case(
-    rank: int, layout: dict, recomputed=False, use_reentrant=False, offloaded=False, chunk=None, dtype="fp32"
-) -> dict:
+    rank: int, layout: dict, recomputed=False, use_reentrant=False, offloaded=False, chunk=None, dtype="fp32",
+    family="glm4v_moe",
+) -> dict:  # fmt: skip
     plain = kit.build
 
     def build(hf, **options):
@@ -41,7 +42,7 @@ def case(
 
     kit.build = build
     policy = kit.BF16 if dtype == "bf16" else None
-    model = kit.assemble(tiny_glm_model(0), policy=policy, **layout)
+    model = kit.assemble(tiny_model(family), policy=policy, **layout)
     kit.build = plain
     loss = kit.backward(model, kit.mine(kit.global_batch()))
     dist.all_reduce(loss)
@@ -77,3 +78,9 @@ def test_features_change_no_number(without, name, dtype, feature):
     else:
         error, where = kit.worst(kit.relative(found, wanted))
         assert error < (1e-4 if dtype == "fp32" else 0.05), (error, where)
+
+
+def test_windows_are_recomputed_and_offloaded():
+    """A tower whose blocks attend to different segments, in bf16 on two ranks."""
+    features = [run(case, 2, {}, on, False, on, None, "bf16", "qwen2_5_vl", timeout=60)[0] for on in (False, True)]
+    assert [key for key, value in features[0].items() if not torch.equal(features[1][key], value)] == []
