@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from functools import cache
+
 import pytest
 
 import tests.harness  # noqa: F401  its preloaded forkserver starts the loader's workers in no time
@@ -9,9 +11,20 @@ from tests.data import kit
 
 
 @pytest.fixture(scope="session")
-def folder(tmp_path_factory):
-    """A processor folder; read-only by convention."""
-    return kit.processor_folder(tmp_path_factory.mktemp("processor") / "hf")
+def folders(tmp_path_factory):
+    """The processor folder of a family; read-only by convention."""
+
+    @cache
+    def made(family):
+        return kit.processor_folder(tmp_path_factory.mktemp("processor") / family, family)
+
+    return made
+
+
+@pytest.fixture(scope="session")
+def folder(folders):
+    """GLM-4.5V's."""
+    return folders("glm4v_moe")
 
 
 @pytest.fixture(scope="session")

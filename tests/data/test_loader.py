@@ -125,5 +125,7 @@ class TestRefused:
             load(global_batch_size=24)
 
     def test_a_decoder_without_positions(self, load, processor):
-        with pytest.raises(UserError, match="unknown id 'glm4v_lm' in table 'positions'"):
-            load(model=kit.model_config(processor, model_id="glm4v_lm"))
+        model = kit.model_config(processor)
+        decoder = model.text_decoder.model_copy(update={"model_id": "mine"})
+        with pytest.raises(UserError, match="unknown id 'mine' in table 'positions'"):
+            load(model=model.model_copy(update={"text_decoder": decoder}))

@@ -1,20 +1,35 @@
-"""M-RoPE positions of glm4v_moe_lm against Hugging Face's own `get_rope_index`."""
+"""M-RoPE positions of every decoder against its own family's `get_rope_index`."""
 
 from __future__ import annotations
+
+import random
+from functools import cache
 
 import pytest
 import torch
 
 from mm_models.registry import table
-from tests.models import tiny_glm_model
+from tests.models import tiny_model
 
+DECODERS = {
+    "glm4v_moe_lm": "glm4v_moe",
+    "glm4v_lm": "glm4v",
+    "qwen2lm": "qwen2_vl",
+    "qwen2_5_lm": "qwen2_5_vl",
+}
 IMAGE, START, END = 300, 302, 303
 GRIDS = [(1, 4, 4), (1, 2, 8), (1, 6, 4)]
 
 
 @pytest.fixture(scope="module")
-def reference():
-    return tiny_glm_model().model.get_rope_index
+def references():
+    """`get_rope_index` of a decoder's family."""
+
+    @cache
+    def of(decoder):
+        return tiny_model(DECODERS[decoder]).model.get_rope_index
+
+    return of
 
 
 @pytest.fixture(scope="module")
@@ -49,16 +64,35 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("side", ["left", "right"])
-@pytest.mark.parametrize("case", CASES)
-def test_equal_to_hugging_face(reference, positions, case, side):
-    samples, grids = CASES[case]
+def check(reference, decoder, samples, grids, side):
     ids, mask = batch(samples, side)
     grid = torch.tensor(grids) if grids else None
     expected, _ = reference(ids, (ids == IMAGE).int(), image_grid_thw=grid, attention_mask=mask)
-    found = positions(ids, mask, grid, image_token_id=IMAGE, spatial_merge_size=2)
+    found = table("positions").get(decoder)(ids, mask, grid, image_token_id=IMAGE, spatial_merge_size=2)
     assert found.dtype == torch.int64
     assert torch.equal(found, expected)
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("decoder", DECODERS)
+def test_equal_to_hugging_face(references, decoder, case, side):
+    check(references(decoder), decoder, *CASES[case], side)
+
+
+@pytest.mark.parametrize("seeds", [range(20), pytest.param(range(20, 1000), marks=pytest.mark.slow)])
+@pytest.mark.parametrize("decoder", DECODERS)
+def test_random_batches(references, decoder, seeds):
+    """One to four rows of text and up to three images of any shape, padded on either side."""
+    for seed in seeds:
+        draw = random.Random(seed)
+        samples, grids = [], []
+        for _ in range(draw.randint(1, 4)):
+            images = [(1, 2 * draw.randint(1, 6), 2 * draw.randint(1, 6)) for _ in range(draw.randint(0, 3))]
+            texts = [draw.randint(0, 5) for _ in images]
+            samples.append(sample(*[part for pair in zip(texts, images) for part in pair], draw.randint(1, 9)))
+            grids += images
+        check(references(decoder), decoder, samples, grids, draw.choice(["left", "right"]))
 
 
 @pytest.mark.parametrize(

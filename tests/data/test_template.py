@@ -6,58 +6,18 @@ import json
 import shutil
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
-from mm_models.data.processor import image_grid, load_processor
+from mm_models.data.processor import load_processor
 from mm_models.data.rows import IMAGE_MARK
 from mm_models.data.templates.glm4v_moe import Glm4vMoeTemplate
 from mm_models.errors import UserError
 from tests.data import kit
-
-SIZES = ((56, 56), (112, 84), (90, 150), (30, 200))
-PICTURES = [kit.pattern(*size, seed) for seed, size in enumerate(SIZES)]
-LITERALS = [
-    "<|image|>",
-    "<|user|>",
-    "<|assistant|>",
-    "<|endoftext|>",
-    "<|begin_of_image|>",
-    "<|video|>",
-    "[gMASK]",
-    "<sop>",
-]
-
-WORDS = st.text(st.characters(codec="utf-8", exclude_characters="<>|[]/\x00"), max_size=12)
-TEXT = st.lists(WORDS | st.sampled_from(["\n", " ", "", "don't", "12345", "你好", "🙂", "é"]), max_size=4).map("".join)
-WITH_IMAGES = st.lists(TEXT | st.just(IMAGE_MARK), max_size=4).map("".join)
-QUESTION = st.builds(str.__add__, WITH_IMAGES, st.sampled_from(["", "", "/nothink"]))
-THOUGHT = TEXT.map(lambda text: f"<think>{text}</think>")
-ANSWER = st.builds(lambda thought, text: thought + text, st.just("") | THOUGHT, WITH_IMAGES)
+from tests.data.chats import LITERALS, PICTURES, TEXT, conversations, counts, fuzz, trained
 
 
-@st.composite
-def conversations(draw, question=QUESTION, answer=ANSWER):
-    texts = [draw(question if index % 2 == 0 else answer) for index in range(2 * draw(st.integers(1, 4)))]
-    found = kit.turns(*texts, system=draw(st.none() | TEXT))
-    count = sum(turn.text.count(IMAGE_MARK) for turn in found)
-    return found, [PICTURES[draw(st.integers(0, len(PICTURES) - 1))] for _ in range(count)]
-
-
-def counts(processor, images):
-    return [
-        image_grid(processor, image.height, image.width)[1] * image_grid(processor, image.height, image.width)[2] // 4
-        for image in images
-    ]
-
-
-def trained(template, processor, *texts, images=(), **options):
-    """Each trained range, decoded."""
-    encoded = template.encode(kit.turns(*texts, **options), counts(processor, images))
-    return [processor.tokenizer.decode(list(encoded.ids[a:b])) for a, b in encoded.trained]
-
-
-@settings(max_examples=300, deadline=None, suppress_health_check=list(HealthCheck))
+@fuzz(300)
 @given(conversation=conversations(), thinking=st.booleans())
 def test_ids_equal_the_processors(processor, template, no_think_template, conversation, thinking):
     """Multi-turn, multi-image, system, empty, unicode, thoughts: our ids are Hugging Face's and one end token."""
@@ -68,7 +28,7 @@ def test_ids_equal_the_processors(processor, template, no_think_template, conver
     assert list(encoded.ids) == expected + [processor.tokenizer.convert_tokens_to_ids("<|user|>")]
 
 
-@settings(max_examples=200, deadline=None, suppress_health_check=list(HealthCheck))
+@fuzz(200)
 @given(
     conversation=conversations(
         question=st.lists(TEXT | st.sampled_from([*LITERALS, IMAGE_MARK]), max_size=4).map("".join),
@@ -93,7 +53,7 @@ def no_think_template(processor):
     return Glm4vMoeTemplate(processor, name="glm4v_moe", enable_thinking=False)
 
 
-@settings(max_examples=200, deadline=None, suppress_health_check=list(HealthCheck))
+@fuzz(200)
 @given(texts=st.lists(TEXT, min_size=2, max_size=8).filter(lambda texts: len(texts) % 2 == 0))
 def test_labels_are_the_answers_and_their_end_tokens(processor, template, texts):
     expected = [text.strip() + "<|user|>" for text in texts[1::2]]

@@ -87,11 +87,15 @@ class ChatTemplate:
     image_token: ClassVar[str]
     probes: ClassVar[tuple[tuple[Turn, ...], ...]] = PROBES
     """Conversations that must render as the folder's own template renders them."""
+    thinking_switch: ClassVar[bool] = False
+    """The folder's template takes `enable_thinking`."""
 
     def __init__(self, processor: Any, *, name: str, enable_thinking: bool = True, mask_history: bool = False):
         self.name, self.enable_thinking, self.mask_history = name, enable_thinking, mask_history
         tokenizer = processor.tokenizer
         added = tokenizer.get_added_vocab()
+        if not (enable_thinking or self.thinking_switch):
+            raise UserError(f"template {name!r} has no enable_thinking to turn off; take the key out of data.json.")
         missing = [token for token in self.tokens if token not in added]
         if missing:
             raise UserError(
@@ -187,7 +191,8 @@ class ChatTemplate:
         """Refuse a conversation that the folder's own chat template writes in another way."""
         ours = "".join(piece.text for piece in self.render(turns).pieces if not piece.ours)
         messages = [{"role": turn.role, "content": _content(turn.text)} for turn in turns]
-        theirs = self._processor.apply_chat_template(messages, tokenize=False, enable_thinking=self.enable_thinking)
+        options = {"enable_thinking": self.enable_thinking} if self.thinking_switch else {}
+        theirs = self._processor.apply_chat_template(messages, tokenize=False, **options)
         if ours != theirs:
             pairs = zip(ours, theirs, strict=False)
             at = next((at for at, pair in enumerate(pairs) if pair[0] != pair[1]), min(len(ours), len(theirs)))

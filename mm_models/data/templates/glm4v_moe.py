@@ -29,6 +29,7 @@ class Glm4vMoeTemplate(GlmTemplate):
 
     tokens = (*GlmTemplate.tokens, "<think>", "</think>")
     optional_tokens = (NO_THINK, *BOXES)
+    thinking_switch = True
 
     def content_tokens(self, role: str) -> tuple[str, ...]:
         return {"user": (NO_THINK,), "assistant": ("<think>", "</think>", *BOXES)}.get(role, ())
