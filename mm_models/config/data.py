@@ -45,7 +45,10 @@ class Attributes(StrictModel):
     content_tag: Name = "content"
     user_tag: Name = "user"
     assistant_tag: Name = "assistant"
-    system_tag: Name = "system"
+    system_tag: Name | None = "system"
+    observation_tag: Name | None = None
+    """With `function_tag`: roles of tool use. Accepted, and a row that has one is refused as any role but the three."""
+    function_tag: Name | None = None
 
 
 class PreprocessParameters(StrictModel):
@@ -96,6 +99,7 @@ class BasicParameters(StrictModel):
     val_rate: Annotated[float | None, _only(None)] = None
     streaming: Annotated[bool, _only(False)] = False
     packing: Annotated[bool, _only(False)] = False
+    tool_format: Annotated[str | None, _only(None)] = None
     # Rows are tokenised in the main process and kept in memory: nothing below changes what a sample is.
     cache_dir: Annotated[str | None, _only(None, "./data/cache_dir")] = None
     overwrite_cache: Annotated[bool, _only(False)] = False

@@ -116,7 +116,8 @@ def _turns(value: dict[str, Any], attr: Attributes) -> list[Turn]:
     messages = value[attr.messages]
     if not isinstance(messages, list) or not messages:
         raise UserError(f"{attr.messages!r} is {messages!r:.60}, expected a list of messages")
-    roles = {attr.user_tag: "user", attr.assistant_tag: "assistant", attr.system_tag: "system"}
+    tags = {attr.user_tag: "user", attr.assistant_tag: "assistant", attr.system_tag: "system"}
+    roles = {tag: role for tag, role in tags.items() if tag is not None}
     turns = []
     for index, message in enumerate(messages):
         place = f"{attr.messages}[{index}]"

@@ -97,6 +97,30 @@ def test_model_name_is_the_older_name_of_collator_id(tmp_path):
     assert load(tmp_path, value).dataloader_param.collate_param.collator == "qwen3vl"
 
 
+def test_the_megatron_section_published_with_qwen_is_read(tmp_path):
+    """Its template and collator, its nulls, and an image bound of zero; what it leaves out has its default."""
+    tools = {"observation_tag": None, "function_tag": None, "system_tag": None, "system": None, "videos": None}
+    value = changed(f"{LOADER}.collate_param", drop="collator_id", model_name="qwen2vl")
+    dataset = value["dataset_param"]
+    dataset["attr"] |= tools
+    dataset["preprocess_parameters"] |= {
+        "model_name_or_path": "./ckpt/hf_path/Qwen2.5-VL-7B-Instruct",
+        "image_min_pixels": 0,
+    }
+    dataset["basic_parameters"] |= {"template": "qwen2vl", "tool_format": None}
+    for section, key in (
+        ("preprocess_parameters", "trust_remote_code"),
+        ("basic_parameters", "cutoff_len"),
+        ("basic_parameters", "overwrite_cache"),
+    ):
+        del dataset[section][key]
+    del value["dataloader_param"]["num_workers"], value["dataloader_param"]["enable_preload"]
+    config = load(tmp_path, value)
+    assert config.dataloader_param.collate_param.collator == "qwen2vl"
+    assert config.dataset_param.basic_parameters.cutoff_len == 1024
+    assert config.dataset_param.attr.system_tag is None
+
+
 REFUSED = {
     "typo": (changed(BASIC, cutof_len=5), "cutof_len.*did you mean 'cutoff_len'"),
     "dash": (changed(BASIC, **{"mask-history": True}), "mask-history.*did you mean 'mask_history'"),
