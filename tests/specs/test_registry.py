@@ -10,20 +10,25 @@ import pytest
 from mm_models.errors import UserError
 from mm_models.registry import TABLES, Registry, load_plugins, table
 
+ENCODERS = ["glm4v_vit", "qwen2_5_vit", "qwen2vit"]
+PROJECTORS = ["GlmMLP", "lnmlp"]
+DECODERS = ["glm4v_lm", "glm4v_moe_lm", "qwen2_5_lm", "qwen2lm"]
+PARTS = sorted([*ENCODERS, *PROJECTORS, *DECODERS])
+
 GOLDEN = {
-    "vision_encoders": ["glm4v_vit"],
-    "vision_projectors": ["GlmMLP"],
-    "text_decoders": ["glm4v_moe_lm"],
-    "vit_layer_specs": ["glm4v_vit"],
-    "llm_layer_specs": ["glm4v_moe_lm"],
-    "weight_maps": ["GlmMLP", "glm4v_moe_lm", "glm4v_vit"],
-    "config_maps": ["GlmMLP", "glm4v_moe_lm", "glm4v_vit"],
-    "converters": ["Glm4vMoeConverter"],
-    "positions": ["glm4v_moe_lm"],
-    "models": ["glm4v_moe"],
+    "vision_encoders": ENCODERS,
+    "vision_projectors": PROJECTORS,
+    "text_decoders": DECODERS,
+    "vit_layer_specs": ENCODERS,
+    "llm_layer_specs": DECODERS,
+    "sections": PARTS,
+    "weight_maps": PARTS,
+    "converters": ["Glm4vMoeConverter", "GlmConverter", "Qwen2VLConverter", "Qwen2_5_VLConverter"],
+    "positions": DECODERS,
+    "models": ["glm4v", "glm4v_moe", "qwen2_5_vl", "qwen2_vl"],
     "datasets": ["huggingface"],
-    "templates": ["glm4v_moe"],
-    "collators": ["glm4v_moe", "qwen3vl"],
+    "templates": ["glm4.1v", "glm4v", "glm4v_moe", "qwen2_vl", "qwen2vl"],
+    "collators": ["glm4.1v", "glm4v", "glm4v_moe", "qwen2_vl", "qwen2vl", "qwen3vl"],
     "ops": [
         "causal_attention/torch",
         "gelu/torch",
