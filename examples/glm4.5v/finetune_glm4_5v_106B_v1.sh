@@ -3,13 +3,8 @@
 # Arguments override the YAML (training.train_iters=100). Exit status: that of the training. Relative paths are relative to the caller's folder.
 
 HERE=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
-ENTRY=$(cd "$HERE/../.." && pwd)/pretrain_fsdp2.py
-# shellcheck source=launch.sh
-source "$HERE/launch.sh"
+NPUS_PER_NODE=${NPUS_PER_NODE:-16}
+NNODES=${NNODES:-8}
 CONFIG=${CONFIG:-$HERE/glm4_5v_106B_config_v1.yaml}
-
-# The YAML, the number of processes, the data's paths and what is loaded are judged together before any process starts.
-RANK=0 WORLD_SIZE=$WORLD python "$ENTRY" "$CONFIG" "$@" --check >/dev/null
-
-train "$ENTRY" "$CONFIG" "$@"
-figures
+# shellcheck source=../fsdp2.sh
+source "$HERE/../fsdp2.sh"

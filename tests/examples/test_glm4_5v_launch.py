@@ -111,7 +111,7 @@ def test_a_short_run_succeeds_with_the_fields_closing_lines(place, tmp_path):
 
 def test_the_figure_of_a_long_run_is_the_fields(tmp_path):
     """The script's awk over a log of 10,000 lines: the mean of lines 101 to 200, with no pipe to break."""
-    text = (EXAMPLE / "launch.sh").read_text()
+    text = (EXAMPLE.parent / "launch.sh").read_text()
     program = re.search(r"^ +step_time=\$\((.*?)^ +' \"\$LOG\"\)$", text, re.M | re.S).group(1) + '\' "$1"'
     for count in (1, 3, 150, 10_000):
         log = tmp_path / f"{count}.log"

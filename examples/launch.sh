@@ -1,4 +1,5 @@
-# Sourced by the launch scripts here: CANN's environment, the nodes, and a training whose status and figures are the script's own.
+# Sourced by megatron.sh and fsdp2.sh: CANN's environment, the nodes, and a training whose status and figures are the script's own.
+# The launch script has said NPUS_PER_NODE and NNODES.
 # shellcheck shell=bash
 
 # CANN's own script does not survive strict mode, so it comes first; without CANN (GPU, CPU) there is nothing to source.
@@ -24,8 +25,6 @@ whole_numbers() { # every named variable is a whole number of at least 1
     done
 }
 
-NPUS_PER_NODE=${NPUS_PER_NODE:-16}
-NNODES=${NNODES:-8}
 MASTER_PORT=${MASTER_PORT:-6000}
 whole_numbers NPUS_PER_NODE NNODES MASTER_PORT
 WORLD=$((NPUS_PER_NODE * NNODES))
