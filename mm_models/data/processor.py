@@ -24,6 +24,10 @@ CONFIG_FILES = ("processor_config.json", "preprocessor_config.json", "tokenizer_
 """Where `processor_class` may stand, first hit wins."""
 
 
+BOUNDS = {"shortest_edge": "min_pixels", "longest_edge": "max_pixels"}
+"""An image processor's least and most pixels under `size`, and their older names."""
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ProcessorKind:
     """One family: its processor and PIL image processor ("module:class"), its resize rule ("module:function"), and the
@@ -120,8 +124,11 @@ def pixel_bounds(processor: Any) -> tuple[int, int]:
 
 def _set_bounds(images: Any, kind: ProcessorKind, least: int | None, most: int | None, folder: Path) -> None:
     unit = images.temporal_patch_size if kind.frames_in_size else 1
-    size = {name: images.size[name] for name in ("shortest_edge", "longest_edge")}
+    found = images.size
+    size = {name: found[older] if found[name] is None else found[name] for name, older in BOUNDS.items()}
     size.update({name: unit * value for name, value in zip(size, (least, most), strict=True) if value is not None})
+    if None in size.values():
+        raise UserError(f"{folder}: the image processor's size has no {' and '.join(BOUNDS)}; got {found}.")
     if size["shortest_edge"] > size["longest_edge"]:
         raise UserError(
             f"{folder}: image_min_pixels {size['shortest_edge'] // unit} exceeds image_max_pixels "
