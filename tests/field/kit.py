@@ -25,10 +25,13 @@ EXPERT = "text_decoder.decoder.layers.{}.mlp.experts."
 
 def hf_model(folder: Path):
     """Hugging Face's own model of a folder, fp32, in eval mode, with the arithmetic everything is compared with."""
-    from transformers import Glm4vMoeForConditionalGeneration
+    import transformers
 
-    model = Glm4vMoeForConditionalGeneration.from_pretrained(folder, attn_implementation="sdpa", dtype=torch.float32)
-    model.set_experts_implementation("grouped_mm")
+    config = transformers.AutoConfig.from_pretrained(folder)
+    kind = getattr(transformers, config.architectures[0])
+    model = kind.from_pretrained(folder, attn_implementation="sdpa", dtype=torch.float32)
+    if model_config(folder).text.num_moe_experts:
+        model.set_experts_implementation("grouped_mm")
     return model.eval()
 
 

@@ -31,7 +31,7 @@ from tests.weights.folders import (
     to_mm,
 )
 
-QWEN = ("qwen2_vl", "qwen2_5_vl")
+QWEN = ("qwen2_5_vl", pytest.param("qwen2_vl", marks=pytest.mark.slow))
 NAMINGS = {"vision old": ("visual.", "model.visual."), "text old": ("model.", "model.language_model.")}
 
 
