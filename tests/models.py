@@ -175,13 +175,18 @@ FAMILIES: dict[str, Tiny] = {
 
 
 def tiny_config(family: str, **overrides: Any):
-    """The tiny Hugging Face configuration of a family of `FAMILIES`.
+    """The tiny Hugging Face configuration of a family of `FAMILIES`; of `tower+decoder` the second's with the first's vision_config.
 
     An override goes to the section that has the field; a field both sections have (``hidden_size``) is the decoder's
     unless written ``vision_<field>`` (``vision_hidden_size=96``). An unknown field is an error.
     """
     import transformers
 
+    tower, _, family = family.rpartition("+")
+    if tower:
+        config = tiny_config(family, **overrides)
+        config.vision_config = tiny_config(tower).vision_config
+        return config
     tiny = FAMILIES[family]
     text, vision, root = dict(tiny.text), dict(tiny.vision), dict(tiny.root)
     for key, value in overrides.items():
@@ -203,11 +208,18 @@ def tiny_config(family: str, **overrides: Any):
 def tiny_model(family: str, seed: int = 0, dtype: torch.dtype = torch.float32, **overrides: Any):
     """The real Hugging Face model of ``tiny_config(family, **overrides)`` with distinct random values everywhere, in eval mode.
 
+    ``tower+decoder`` (``glm4v+qwen2_5_vl``) is the second family's model with the first's ``visual`` in the place of its own.
     Weights are drawn in fp32 and rounded to ``dtype``; a router weight and its correction bias stay fp32, as
     transformers keeps them. Experts run ``grouped_mm`` and attention ``sdpa``: the arithmetic the model is compared with.
     """
     import transformers
 
+    tower, _, family = family.rpartition("+")
+    if tower:
+        model = tiny_model(family, seed, dtype, **overrides)
+        model.model.visual = tiny_model(tower, seed, dtype).model.visual
+        model.config.vision_config = model.model.visual.config
+        return model
     config = tiny_config(family, **overrides)
     config._attn_implementation = "sdpa"
     model = getattr(transformers, FAMILIES[family].model)(config)

@@ -133,11 +133,16 @@ class ConfigMap:
         return found
 
     def to_hf(self, section: Mapping[str, Any], config: dict[str, Any]) -> None:
-        """Write a model.json section into `config`, in the newest spelling of each field."""
+        """Write a model.json section into `config`, in the newest spelling of each field; what is null there stays unsaid."""
         for field in self.fields:
             if isinstance(field, (Fixed, Derived)) or (isinstance(field, Required) and field.each):
                 continue
-            value = field.values[0] if isinstance(field, Required) else field.to_hf(section[field.mm], section)
+            if isinstance(field, Required):
+                value = field.values[0]
+            elif section[field.mm] is None:
+                continue
+            else:
+                value = field.to_hf(section[field.mm], section)
             _put(config, self._path(field.spellings[0]), value)
 
     def disagreements(

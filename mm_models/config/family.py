@@ -11,11 +11,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from mm_models.config.binding import differences
 from mm_models.config.config_map import ConfigMap
 from mm_models.config.model import ModelConfig
 from mm_models.config.sections import Section
 from mm_models.config.split import without_split
-from mm_models.config.strict import leaves, load_json, validate
+from mm_models.config.strict import load_json, validate
 from mm_models.errors import UserError
 from mm_models.registry import table
 
@@ -101,7 +102,9 @@ class Family:
     def check_model(self, model: ModelConfig, config: Mapping[str, Any], where: str = "config.json") -> None:
         """Refuse a model.json that disagrees with the Hugging Face config, field by field."""
         config = self.nested(config, where)
-        faults = self.root.disagreements(model.model_dump(), config, where) if model.vision and model.text else []
+        faults = []
+        if model.vision and model.text:  # ids of tokens; one that model.json does not say is not compared
+            faults = self.root.disagreements(model.model_dump(exclude_none=True), config, where)
         for section, part in parts_of(model).items():
             if part.model_id not in self.ids[section]:
                 faults.append(
@@ -187,13 +190,9 @@ class Composed(Family):
         return without_split(_model_inside(config, where)).model_dump(exclude_none=True)
 
     def check_model(self, model: ModelConfig, config: Mapping[str, Any], where: str = "config.json") -> None:
-        ours, theirs = (
-            dict(leaves(one)) for one in (without_split(model).model_dump(), self.model(config, where).model_dump())
-        )
         faults = [
-            f"{key} is {ours.get(key)!r}, {where} says {theirs.get(key)!r}"
-            for key in sorted(ours | theirs)
-            if ours.get(key) != theirs.get(key) and not key.endswith((".freeze", "init_method_std"))
+            f"{key} is {ours!r}, {where} says {theirs!r}"
+            for key, ours, theirs in differences(model, self.model(config, where))
         ]
         if faults:
             raise UserError(f"model.json disagrees with {where}: " + "; ".join(faults) + ".")

@@ -6,9 +6,9 @@ import hashlib
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from mm_models.config.strict import leaves
+from mm_models.config.binding import differences
 from mm_models.errors import UserError
 from mm_models.weights import stores
 from mm_models.weights.boxes import Placement, Shape, intersect
@@ -94,20 +94,9 @@ def check_same_model(wmap: WeightMap, theirs: WeightMap, folder: Path) -> None:
     )
     if faults:
         raise UserError(f"{folder} holds another model than model.json: " + "; ".join(faults) + ".")
-    there, here = (_binding(one.model.model_dump(mode="json")) for one in (theirs, wmap))
     differs = [
-        f"{key} is {here.get(key)!r}, the checkpoint's is {there.get(key)!r}"
-        for key in sorted(set(there) | set(here))
-        if there.get(key) != here.get(key)
+        f"{key} is {here!r}, the checkpoint's is {there!r}"
+        for key, here, there in differences(wmap.model, theirs.model)
     ]
     if differs:
         raise UserError(f"model.json disagrees with {folder}: " + "; ".join(differs) + ".")
-
-
-_FREE = ("pipeline_num_layers", "freeze", "loss_cfg", "init_method_std")
-"""Keys of model.json that two uses of one checkpoint may set differently."""
-
-
-def _binding(content: Mapping[str, Any]) -> dict[str, Any]:
-    """The leaves of a model.json that two uses of one checkpoint must share."""
-    return {key: value for key, value in leaves(content) if not set(key.split(".")) & set(_FREE)}

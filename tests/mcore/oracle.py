@@ -16,7 +16,7 @@ from mm_models.layout import Coords, ParallelLayout
 def model_config(config, **extra) -> ModelConfig:
     """model.json of a Hugging Face configuration, written down by hand. `extra`: `section__key=value`."""
     family, text, vision = config.model_type, config.text_config, config.vision_config
-    tower, projector = _glm_vision(vision) if family.startswith("glm") else _qwen_vision(vision)
+    tower, projector = _glm_vision(vision) if vision.model_type.startswith("glm") else _qwen_vision(vision)
     decoder = _decoder(text) | {"glm4v_moe": _glm_moe, "glm4v": _glm_dense}.get(family, _qwen)(text)
     start = config.image_start_token_id if family.startswith("glm") else config.vision_start_token_id
     data = {
