@@ -37,7 +37,7 @@ STATE_OF_TOKENIZER = ("truncation", "padding")
 class Source:
     """Where weights come from. `kind` is scratch, hf, dcp or mm; `folder` is the one with the files, None from scratch.
 
-    `expert_layout` is how a DCP folder holds experts, None for any other kind.
+    `expert_layout` is how a DCP folder holds experts; None for any other kind, and without experts.
     """
 
     kind: str
@@ -52,7 +52,10 @@ class Source:
 
 
 def read_model(config: RunConfig) -> tuple[Family, ModelConfig, Mapping[str, Any]]:
-    """(family, model, content of config.json) of model.model_name_or_path: a Hugging Face folder, or a model.json."""
+    """(family, model, content of config.json) of model.model_name_or_path: a Hugging Face folder, or a model.json.
+
+    The content has its text fields in text_config, wherever the file has them.
+    """
     where = "model.model_name_or_path"
     path = Path(config.model.model_name_or_path)
     if path.is_file():
@@ -66,6 +69,7 @@ def read_model(config: RunConfig) -> tuple[Family, ModelConfig, Mapping[str, Any
         hf_config = load_json(path / CONFIG)
         family = family_of(hf_config, str(path / CONFIG))
         model = family.model(hf_config, str(path / CONFIG))
+        hf_config = family.nested(hf_config)
     if family.model_id != config.model.model_id:
         raise UserError(
             f"model.model_id is {config.model.model_id!r}, but {path} is a {family.model_id!r}. Correct one of them."
@@ -73,7 +77,7 @@ def read_model(config: RunConfig) -> tuple[Family, ModelConfig, Mapping[str, Any
     return family, model, hf_config
 
 
-def find_source(config: RunConfig) -> Source:
+def find_source(config: RunConfig, model: ModelConfig) -> Source:
     """Where the weights come from, from the folder's own files; `load_format` other than auto must agree."""
     training = config.training
     if training.from_scratch:
@@ -90,8 +94,14 @@ def find_source(config: RunConfig) -> Source:
         folder = {"hf": Path, "dcp": dcp_folder.resolve, "mm": mmfolder.resolve}[kind](path)
     except UserError as error:
         raise UserError(f"{where}: {error}") from error
-    layout = _dcp_layout(folder, config.model.expert_layout) if kind == "dcp" else None
+    layout = None
+    if kind == "dcp" and has_experts(model):
+        layout = _dcp_layout(folder, config.model.expert_layout)
     return Source(kind=kind, path=str(path), folder=folder, expert_layout=layout)
+
+
+def has_experts(model: ModelConfig) -> bool:
+    return model.text is not None and bool(model.text.num_moe_experts)
 
 
 def _dcp_layout(folder: Path, asked: str | None) -> str:

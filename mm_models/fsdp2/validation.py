@@ -34,7 +34,8 @@ class RunPlan:
     """Everything about a run that is known before it starts.
 
     `hf_config` is the content of config.json. `num_microbatches` counts per rank and step. `expert_layout` is how the model holds
-    experts. `lines` is what rank 0 prints: the resolved configuration and what it became.
+    experts; where it has none, the default, which says nothing. `lines` is what rank 0 prints: the resolved configuration and what
+    it became.
     """
 
     config: RunConfig
@@ -64,12 +65,13 @@ def plan(config: RunConfig, world: int, platform: str) -> RunPlan:
     """The plan of `config` on `world` processes of `platform` (cpu, cuda, npu). A `UserError` for whatever cannot run."""
     plugins = load_plugins(config.training.plugin)
     _check_ids(config)
-    choices = check_platform(config, platform)
     profiler.check(config.tools, device_type=platform, world=world)
     if config.training.use_deter_comp:
         determinism.check(platform)
     family, model, hf_config = sources.read_model(config)
-    source = sources.find_source(config)
+    experts = sources.has_experts(model)
+    choices = check_platform(config, platform, experts=experts)
+    source = sources.find_source(config, model)
     sources.check_paths(config, family, model, source)
     sizes = _sizes(config, world)
     _check_experts(config, model, sizes)
@@ -87,10 +89,11 @@ def plan(config: RunConfig, world: int, platform: str) -> RunPlan:
         *_configuration(config),
         *plugins,
         *_environment(),
-        f"model: {config.model.model_id} of {config.model.model_name_or_path}; experts {layout}",
+        f"model: {config.model.model_id} of {config.model.model_name_or_path}"
+        + (f"; experts {layout}" if experts else ""),
         f"weights: {source.describe()}",
         f"data: {data}",
-        *_layout_lines(config, sizes),
+        *_layout_lines(config, sizes, experts=experts),
         f"batches: global {batch} = micro {training.micro_batch_size} · accumulation {training.gradient_accumulation_steps} · "
         f"{world} ranks; loss {config.features.loss_cfg.loss_type}",
         *plans.lines(),
@@ -145,18 +148,27 @@ def _sizes(config: RunConfig, world: int) -> Sizes:
 
 
 def _check_experts(config: RunConfig, model: ModelConfig, sizes: Sizes) -> None:
-    experts = model.text.num_moe_experts if model.text else None
-    if sizes.ep == 1:
+    if not sources.has_experts(model):
+        _check_no_experts(config)
         return
-    if not experts:
-        raise UserError(
-            f"parallel.expert_parallel_size: got {sizes.ep}, but the model has no experts. Set it to 1 and empty ep_plan.apply_modules."
-        )
+    experts = model.text.num_moe_experts
     if experts % sizes.ep:
         fitting = [n for n in range(1, experts + 1) if experts % n == 0 and sizes.world % n == 0]
         raise UserError(
             f"parallel.expert_parallel_size: {experts} experts do not divide by {sizes.ep}. Possible on {sizes.world} processes: {fitting}."
         )
+
+
+def _check_no_experts(config: RunConfig) -> None:
+    """Refuse what asks for something of experts, of a model without them. Plans are judged by their names."""
+    for key, got, neutral in (
+        ("parallel.expert_parallel_size", config.parallel.expert_parallel_size, (1,)),
+        ("parallel.ep_plan.use_npu_fused_ops", config.parallel.ep_plan.use_npu_fused_ops, (None, False)),
+        ("model.expert_layout", config.model.expert_layout, (None,)),
+        ("features.loss_cfg.router_aux_loss_coef", config.features.loss_cfg.router_aux_loss_coef, (0,)),
+    ):
+        if got not in neutral:
+            raise UserError(f"{key}: got {got}, but the model has no experts. Leave it out.")
 
 
 def _check_cut(shape: Outline, plans: Plans, sizes: Sizes, ep: int) -> None:
@@ -207,15 +219,17 @@ def _environment() -> list[str]:
     ]
 
 
-def _layout_lines(config: RunConfig, sizes: Sizes) -> list[str]:
+def _layout_lines(config: RunConfig, sizes: Sizes, *, experts: bool) -> list[str]:
     asked = config.parallel.fully_shard_parallel_size
     became = f" (auto: all {sizes.world} ranks)" if asked == "auto" else ""
     copies = f", {sizes.replicate} copies of the model" if sizes.replicate > 1 else ""
-    default = " (default)" if config.parallel.expert_fully_shard_parallel_size is None else ""
-    return [
-        f"layout: {sizes.world} processes = replicate {sizes.replicate} · shard {sizes.shard}{became}{copies}",
-        f"experts: {sizes.world} processes = copies {sizes.ep_replicate} · sharded {sizes.ep_fsdp}{default} · ep {sizes.ep}",
-    ]
+    lines = [f"layout: {sizes.world} processes = replicate {sizes.replicate} · shard {sizes.shard}{became}{copies}"]
+    if experts:
+        default = " (default)" if config.parallel.expert_fully_shard_parallel_size is None else ""
+        lines.append(
+            f"experts: {sizes.world} processes = copies {sizes.ep_replicate} · sharded {sizes.ep_fsdp}{default} · ep {sizes.ep}"
+        )
+    return lines
 
 
 def _interval(every: int | None) -> str:

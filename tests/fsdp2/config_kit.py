@@ -18,9 +18,9 @@ from tests.models import tiny_glm_config
 FULL = SEED.with_name("model_106B.json")
 
 
-def folders(root: Path, hf_config: Mapping[str, Any]) -> Path:
-    """`root` with the paths of the published file: everything a plan looks at, no weights."""
-    dcp, hf = root / "ckpt/mm_path/GLM-4.5V", root / "ckpt/hf_path/GLM-4.5V"
+def folders(root: Path, hf_config: Mapping[str, Any], name: str = "GLM-4.5V") -> Path:
+    """`root` with the paths of a published file, whose model is `name`: everything a plan looks at, no weights."""
+    dcp, hf = root / "ckpt/mm_path" / name, root / "ckpt/hf_path" / name
     for folder in (dcp, hf):
         folder.mkdir(parents=True)
         (folder / "config.json").write_text(json.dumps(hf_config))

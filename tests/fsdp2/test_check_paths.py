@@ -25,7 +25,7 @@ def here(tmp_path, monkeypatch) -> Path:
 def judge(changes: dict | None = None) -> sources.Source:
     config = run_config(changes)
     family, model, _ = sources.read_model(config)
-    source = sources.find_source(config)
+    source = sources.find_source(config, model)
     sources.check_paths(config, family, model, source)
     return source
 

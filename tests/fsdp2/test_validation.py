@@ -13,6 +13,7 @@ from mm_models.errors import UserError
 from mm_models.fsdp2.validation import RunPlan, plan
 from tests.config.fsdp2.kit import SEED
 from tests.fsdp2.config_kit import folders, full_config, run_config, tiny_folders
+from tests.models import tiny_config
 
 LAYERS, BLOCKS = "model.language_model.layers", "model.visual.blocks"
 
@@ -141,21 +142,28 @@ def test_sizes_that_do_not_divide(here):
     assert made({"parallel.data_parallel_size": 4}, world=4).dp == 4
 
 
-def test_expert_parallel_of_a_dense_model(here):
+@pytest.mark.parametrize(
+    ("key", "value", "got"),
+    [
+        ("parallel.expert_parallel_size", 2, "2"),
+        ("model.expert_layout", "stacked", "stacked"),
+        ("features.loss_cfg.router_aux_loss_coef", 0.1, "0.1"),
+    ],
+)
+def test_what_asks_for_experts_of_a_dense_model_is_refused(here, key, value, got):
     """B67: refused, not ignored."""
-    config = json.loads((here / "ckpt/hf_path/GLM-4.5V/config.json").read_text())
-    for path in here.glob("ckpt/*/*/config.json"):
-        path.unlink()
-    model = family_of(config, "config.json").model_json(config)
-    experts = ("num_moe_experts", "moe_ffn_hidden_size", "n_shared_experts", "moe_router_topk")
-    model["text_decoder"] = {key: value for key, value in model["text_decoder"].items() if key not in experts}
-    model["text_decoder"]["first_k_dense_replace"] = 0
-    (here / "model.json").write_text(json.dumps(model))
-    refused(
-        "parallel.expert_parallel_size: got 2, but the model has no experts",
-        {"parallel.expert_parallel_size": 2, "model.model_name_or_path": "model.json"},
-        world=2,
-    )
+    folder = here / "hf"
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(tiny_config("qwen2_5_vl").to_dict()))
+    changes = {
+        "model.model_id": "qwen2_5_vl",
+        "model.model_name_or_path": "hf",
+        "data.dataset_param.preprocess_parameters.model_name_or_path": "hf",
+        "training.load": None,
+        "training.from_scratch": True,
+        key: value,
+    }
+    refused(f"{key}: got {got}, but the model has no experts. Leave it out.", changes, world=2)
 
 
 def test_batches(here):

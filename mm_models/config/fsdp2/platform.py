@@ -16,13 +16,16 @@ EXPERT_OPS = ("grouped_matmul", "swiglu")
 """What ep_plan.use_npu_fused_ops is about."""
 
 
-def check_platform(config: RunConfig, platform: str) -> list[str]:
-    """What the file's choices became on `platform`, a line each. A `UserError` with the override that would run there."""
+def check_platform(config: RunConfig, platform: str, *, experts: bool = True) -> list[str]:
+    """What the file's choices became on `platform`, a line each. A `UserError` with the override that would run there.
+
+    `experts`: whether the model has any.
+    """
     if platform not in PLATFORMS:
         raise unknown_name("platform", platform, PLATFORMS)
     return [
         _attention(config.model.attn_implementation, platform),
-        *_experts(config.parallel.ep_plan.use_npu_fused_ops, platform),
+        *(_experts(config.parallel.ep_plan.use_npu_fused_ops, platform) if experts else ()),
         *_tools(config),
         *_idle(config, platform),
     ]
