@@ -4,7 +4,9 @@
     images.py     paths, headers, pixels
     processor.py  the Hugging Face processor of a model folder, without torchvision
     templates/    conversation -> token ids and which of them are trained
-    dataset.py    every row examined before training: kept, dropped with a reason, or refused
+    sample.py     one examined row, as the collator takes it
+    examine.py    row -> sample, dropped with a reason, or refused
+    dataset.py    every row examined before training
     positions.py  M-RoPE positions, one function per text decoder
     collator.py   samples -> one padded micro-batch
     sampler.py    the order of samples, a function of (seed, epoch) alone

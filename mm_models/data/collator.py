@@ -22,8 +22,8 @@ import torch
 from torch import Tensor
 
 from mm_models.components.loss import IGNORE
-from mm_models.data.dataset import Sample
 from mm_models.data.images import load_rgb
+from mm_models.data.sample import Sample
 from mm_models.errors import UserError
 
 NEEDS = frozenset({"ids", "positions", "labels", "grid", "pixels"})

@@ -17,7 +17,8 @@ from mm_models.config.data import DataConfig
 from mm_models.config.model import ModelConfig
 from mm_models.data.collator import NEEDS, Batch
 from mm_models.data.dataset import Report
-from mm_models.data.processor import load_processor, pixel_bounds
+from mm_models.data.examine import make_processor, make_template
+from mm_models.data.processor import pixel_bounds
 from mm_models.data.sampler import SAMPLERS, BaseRandomBatchSampler
 from mm_models.errors import UserError
 from mm_models.registry import table
@@ -98,20 +99,13 @@ def build_loader(
     that does not belong to the model.
     """
     parameters, options = data_config.dataset_param, data_config.dataloader_param
-    preprocess, basic = parameters.preprocess_parameters, parameters.basic_parameters
     dataset_class = table("datasets").get(parameters.dataset_type)
-    template_class = table("templates").get(basic.template)
+    table("templates").get(parameters.basic_parameters.template)  # an unknown name is told before any file is read
     collator_class = table("collators").get(options.collate_param.collator)
     positions = table("positions").get(model_config.text.model_id) if model_config.text else None
-    processor = load_processor(
-        preprocess.model_name_or_path,
-        image_min_pixels=preprocess.image_min_pixels,
-        image_max_pixels=preprocess.image_max_pixels,
-    )
+    processor = make_processor(data_config)
     check_model(processor, model_config)
-    template = template_class(
-        processor, name=basic.template, enable_thinking=basic.enable_thinking, mask_history=basic.mask_history
-    )
+    template = make_template(data_config, processor)
     dataset = dataset_class(data_config, processor, template, split=split, decode="pixels" in needs)
     if dataset.report.images and model_config.vision is None:
         raise UserError(f"{dataset.report.path} holds {dataset.report.images} images, the model has no image_encoder.")

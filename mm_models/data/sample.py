@@ -1,0 +1,27 @@
+"""One examined row, as the collator takes it."""
+
+from __future__ import annotations
+
+import dataclasses
+from array import array
+from pathlib import Path
+
+from mm_models.data.templates.base import Span
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Sample:
+    """One row, ready for the collator. Pixels are not decoded yet."""
+
+    id: int
+    ids: array
+    """Token ids (int32), image tokens repeated."""
+    trained: tuple[Span, ...]
+    """Half-open ranges of `ids` whose tokens are labels."""
+    images: tuple[Path, ...]
+    grids: tuple[tuple[int, int, int], ...]
+
+    @property
+    def labelled(self) -> int:
+        """Number of trained tokens."""
+        return sum(end - start for start, end in self.trained)
