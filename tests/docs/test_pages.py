@@ -61,7 +61,7 @@ def every_option() -> frozenset[str]:
 
     ours = [options("mm-convert", verb) for verb in VERBS] + [options("mm-models", verb) for verb in COMMANDS]
     ours += [options("pretrain_vlm.py"), options("pretrain_fsdp2.py"), options("torchrun")]
-    ours.append(options("examples/quickstart/make_checkpoint.py"))
+    ours += [options(f"examples/quickstart/make_{what}.py") for what in ("checkpoint", "data")]
     return frozenset().union(*ours, *FOREIGN.values())
 
 

@@ -14,6 +14,8 @@ import torch
 from safetensors import safe_open
 
 from mm_models.config.data import load_data_config
+from mm_models.config.family import family_of
+from mm_models.config.model import ModelConfig
 from mm_models.data.loader import build_loader
 from tests.data import kit
 
@@ -130,3 +132,38 @@ def test_a_few_steps_lower_the_loss(made, model):
         optimizer.zero_grad()
         losses.append(loss.item())
     assert sum(losses[-4:]) < 0.8 * sum(losses[:4])
+
+
+@pytest.mark.parametrize(
+    ("family", "template", "model"),
+    [
+        ("qwen2_vl", "qwen2vl", "Qwen2VLForConditionalGeneration"),
+        ("qwen2_5_vl", "qwen2vl", "Qwen2_5_VLForConditionalGeneration"),
+        ("glm4v", "glm4v", "Glm4vForConditionalGeneration"),
+    ],
+)
+def test_the_other_families(tmp_path, family, template, model):
+    """Complete, no tensor at a default or twice, tied as it should be; the quickstart's data fits every one of them."""
+    import transformers
+
+    kit.quickstart("make_checkpoint").write_checkpoint(tmp_path / "hf", family=family)
+    kit.quickstart("make_data").write_data(tmp_path / "data", tmp_path / "hf", template)
+    found, report = getattr(transformers, model).from_pretrained(tmp_path / "hf", output_loading_info=True)
+    assert not any(report[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys"))
+    stored = tensors(tmp_path / "hf")
+    assert all(tensor.std() > 0.01 for tensor in stored.values())
+    assert len({tensor.flatten()[:8].numpy().tobytes() for tensor in stored.values()}) == len(stored)
+    assert ("lm_head.weight" in stored) == (family != "qwen2_5_vl")
+    assert found.config.tie_word_embeddings == (family == "qwen2_5_vl")
+    raw = json.loads((tmp_path / "hf" / "config.json").read_text())
+    loader = build_loader(
+        load_data_config(tmp_path / "data" / "data.json"),
+        model_config=ModelConfig.model_validate(family_of(raw, "config.json").model_json(raw)),
+        micro_batch_size=4,
+        global_batch_size=4,
+    )
+    assert loader.report.kept == loader.report.rows == 16 and not loader.report.dropped
+    batch = next(iter(loader))
+    batch.pop("sample_ids")
+    with torch.no_grad():
+        assert 5.5 < found.eval()(**batch).loss < 8  # log(512) = 6.2: a guess among all tokens
