@@ -1,11 +1,12 @@
-"""Conversion against a plain copy: bytes, wall time, CPU time and peak memory, on a full-width GLM-4.5V of two text layers.
+"""Conversion against a plain copy: bytes, wall time, CPU time and peak memory, on checkpoints of full width.
 
-    python benchmarks/convert.py [--to mm|dcp] [--small] [--pairs 7] [--jobs N] [--dir DIR] [--keep]
+    python benchmarks/convert.py [--family glm-4.5v|qwen2.5-vl-3b] [--to mm|dcp] [--small] [--pairs 7] [--jobs N] [--dir DIR] [--keep]
 
-Makes a random checkpoint (one dense layer, one of 128 experts, 24 ViT layers: 9.4 GB of bf16), converts it at TP2·EP4, or to DCP, and
-back, and compares each direction with a plain Python preadv/pwrite copy of the same source files into new files, both
-followed by fsync. Every run is a process of its own; the order is ABBA, files are removed and synced between runs, and all
-pairs are printed. Wall and CPU are those of the whole process, start-up included. Exit status 1 if a bound is missed.
+Makes a random checkpoint, converts it to a Megatron checkpoint or to DCP and back: GLM-4.5V with one dense layer, one of 128
+experts and the whole tower (9.4 GB of bf16) at TP2·EP4, or all of Qwen2.5-VL-3B, its head tied (7.5 GB), at TP2·PP2. Compares
+each direction with a plain Python preadv/pwrite copy of the same source files into new files, both followed by fsync. Every run
+is a process of its own; the order is ABBA, files are removed and synced between runs, and all pairs are printed. Wall and CPU
+are those of the whole process, start-up included. Exit status 1 if a bound is missed.
 """
 
 from __future__ import annotations
@@ -27,12 +28,11 @@ import numpy as np
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 BOUNDS = {"wall": 1.25, "cpu": 1.5, "bytes": 1.001, "rss": 1 << 30}
-LAYOUT = {"tp": 2, "ep": 4}
 BLOCK = 8 << 20
 
 
-def config(small: bool) -> dict:
-    """config.json of the benchmark's model: GLM-4.5V's own widths, two text layers; `small` shrinks them."""
+def glm(small: bool) -> dict:
+    """config.json of GLM-4.5V at its own widths with two text layers; `small` shrinks them."""
     text = {
         "vocab_size": 151552, "hidden_size": 4096, "num_hidden_layers": 2, "num_attention_heads": 96, "num_key_value_heads": 8,
         "head_dim": 128, "intermediate_size": 10944, "first_k_dense_replace": 1, "n_routed_experts": 128, "num_experts_per_tok": 8,
@@ -55,22 +55,44 @@ def config(small: bool) -> dict:
             "vision_config": vision, "image_token_id": 151363, "video_token_id": 151364, "tie_word_embeddings": False}  # fmt: skip
 
 
-def make_checkpoint(folder: Path, small: bool) -> int:
-    """Write a per-expert, sharded folder of random bf16 bytes (router and its bias fp32), by streaming; its bytes of tensors."""
+def qwen(small: bool) -> dict:
+    """config.json of Qwen2.5-VL-3B, the decoder's fields at the root as published; `small` keeps a sixth of the layers."""
+    text = {
+        "vocab_size": 151936, "hidden_size": 2048, "intermediate_size": 11008, "num_hidden_layers": 36, "num_attention_heads": 16,
+        "num_key_value_heads": 2, "hidden_act": "silu", "rms_norm_eps": 1e-6, "rope_theta": 1000000.0, "max_position_embeddings": 128000,
+        "rope_scaling": {"type": "mrope", "mrope_section": [16, 24, 24]}, "tie_word_embeddings": True, "use_sliding_window": False,
+    }  # fmt: skip
+    vision = {
+        "depth": 32, "hidden_size": 1280, "intermediate_size": 3420, "num_heads": 16, "out_hidden_size": 2048, "hidden_act": "silu",
+        "in_chans": 3, "patch_size": 14, "spatial_merge_size": 2, "temporal_patch_size": 2, "window_size": 112,
+        "fullatt_block_indexes": [7, 15, 23, 31], "tokens_per_second": 2,
+    }  # fmt: skip
+    if small:
+        text |= {"num_hidden_layers": 6, "vocab_size": 15200}
+        vision |= {"depth": 8, "fullatt_block_indexes": [7]}
+    return {"model_type": "qwen2_5_vl", "architectures": ["Qwen2_5_VLForConditionalGeneration"], "torch_dtype": "bfloat16", **text,
+            "vision_config": vision, "image_token_id": 151655, "video_token_id": 151656, "vision_start_token_id": 151652}  # fmt: skip
+
+
+MODELS = {"glm-4.5v": (glm, {"tp": 2, "ep": 4}), "qwen2.5-vl-3b": (qwen, {"tp": 2, "pp": 2})}
+"""Name -> (config.json, layout of the Megatron checkpoint)."""
+
+
+def make_checkpoint(folder: Path, raw: dict, shard_bytes: int) -> int:
+    """Write a sharded folder of random bf16 bytes (router and its bias fp32), named as published, by streaming; its bytes of tensors."""
     from mm_models.config.family import family_of
     from mm_models.weights import hffolder
     from mm_models.weights.boxes import volume
     from mm_models.weights.model_map import build
 
     folder.mkdir(parents=True)
-    raw = config(small)
     (folder / "config.json").write_text(json.dumps(raw, indent=2))
     family = family_of(raw, "config.json")
-    wmap = build(family.model(raw), family.prefixes)
+    wmap = build(family.model(raw), {**family.prefixes, **family.old_prefixes})
     tensors = [(t.name, "F32" if t.hold else "BF16", t.shape) for t in wmap.hf("per_expert").values()]
     shards, size = [[]], 0
     for tensor in tensors:
-        if size > (256 << 20 if small else 4 << 30):
+        if size > shard_bytes:
             shards, size = [*shards, []], 0
         shards[-1].append(tensor)
         size += volume(tensor[2]) * (4 if tensor[1] == "F32" else 2)
@@ -113,7 +135,7 @@ def run_copy(source: Path, out: Path) -> dict:
     return {"read": done, "written": done}
 
 
-def run_convert(verb: str, source: Path, out: Path, reference: Path, jobs: int | None) -> dict:
+def run_convert(family: str, verb: str, source: Path, out: Path, reference: Path, jobs: int | None) -> dict:
     from mm_models.layout import ParallelLayout
     from mm_models.weights import dcp_verbs, verbs
     from mm_models.weights.conversion import Options
@@ -125,7 +147,7 @@ def run_convert(verb: str, source: Path, out: Path, reference: Path, jobs: int |
     elif verb == "dcp_to_hf":
         report = dcp_verbs.dcp_to_hf(source, reference, out, options=options)
     elif verb == "hf_to_mm":
-        report = verbs.hf_to_mm(source, out, verbs.Target(layout=ParallelLayout(**LAYOUT)), options=options)
+        report = verbs.hf_to_mm(source, out, verbs.Target(layout=ParallelLayout(**MODELS[family][1])), options=options)
     else:
         report = verbs.mm_to_hf(open_checkpoint(source), reference, out, options=options)
     return {"read": report.bytes_read, "written": report.bytes_written}
@@ -145,9 +167,11 @@ def child(arguments: list[str]) -> dict:
     return json.loads(done.stdout) | {"wall": wall}
 
 
-def measure(verb: str, source: Path, reference: Path, work: Path, pairs: int, jobs: int | None) -> tuple[list, dict]:
+def measure(
+    family: str, verb: str, source: Path, reference: Path, work: Path, pairs: int, jobs: int | None
+) -> tuple[list, dict]:
     """`pairs` pairs of (conversion, copy) in alternating order; the last conversion's files stay in `work`/out."""
-    convert = [verb, str(source), str(work / "out"), str(reference), str(jobs or 0)]
+    convert = [verb, str(source), str(work / "out"), str(reference), str(jobs or 0), family]
     copy = ["copy", str(source), str(work / "copy")]
     rows = []
     for pair in range(pairs):
@@ -199,6 +223,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
+    parser.add_argument("--family", choices=tuple(MODELS), default="glm-4.5v", help="which model")
     parser.add_argument("--to", choices=("mm", "dcp"), default="mm", help="which checkpoint, there and back")
     parser.add_argument("--small", action="store_true", help="a 0.4 GB model")
     parser.add_argument("--pairs", type=int, default=7)
@@ -211,14 +236,14 @@ def main() -> int:
     hf, made = args.dir / "hf", args.dir / args.to
     there, back = f"hf_to_{args.to}", f"{args.to}_to_hf"
     try:
-        size = make_checkpoint(hf, args.small)
+        size = make_checkpoint(hf, MODELS[args.family][0](args.small), 256 << 20 if args.small else 4 << 30)
         print(
             f"checkpoint: {size / 1e9:.2f} GB in {len(weight_files(hf))} files; {args.to}, {args.pairs} pairs, convert / copy"
         )
-        rows, _ = measure(there, hf, hf, args.dir, args.pairs, args.jobs)
+        rows, _ = measure(args.family, there, hf, hf, args.dir, args.pairs, args.jobs)
         os.rename(args.dir / "out", made)
         good = judge(there, rows, size, tensor_bytes(made))
-        rows, _ = measure(back, made, hf, args.dir, args.pairs, args.jobs)
+        rows, _ = measure(args.family, back, made, hf, args.dir, args.pairs, args.jobs)
         # A Megatron checkpoint repeats what TP replicates; an export reads one copy of each.
         good &= judge(back, rows, size, size)
         same = (
@@ -241,7 +266,7 @@ if __name__ == "__main__":
         if what == "copy":
             result = run_copy(Path(source), Path(out))
         else:
-            result = run_convert(what, Path(source), Path(out), Path(rest[0]), int(rest[1]) or None)
+            result = run_convert(rest[2], what, Path(source), Path(out), Path(rest[0]), int(rest[1]) or None)
         usage = resource.getrusage(resource.RUSAGE_SELF)
         print(json.dumps(result | {"cpu": usage.ru_utime + usage.ru_stime, "rss": usage.ru_maxrss * 1024}))
     else:
