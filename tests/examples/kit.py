@@ -23,14 +23,20 @@ awk -F 'global batch size:' '{print$2}' | awk -F '|' '{print$1}' | head -n 1 | a
 """How the field's scripts read a log."""
 
 
-def make_place(folder: Path) -> Path:
-    """`folder`/with spaces, which holds the quickstart's model `h f` (bf16) and `da ta/data.json`."""
+def make_place(folder: Path, family: str = "glm4v_moe", template: str = "glm4v_moe") -> Path:
+    """`folder`/with spaces, which holds a small model `h f` (bf16) of the quickstart and `da ta/data.json`."""
     place = folder / "with spaces"
     place.mkdir()
     checkpoint, data = kit.quickstart("make_checkpoint"), kit.quickstart("make_data")
-    checkpoint.write_checkpoint(place / "h f", dtype=checkpoint.DTYPES["bf16"])
-    data.write_data(place / "da ta", place / "h f")
+    checkpoint.write_checkpoint(place / "h f", family=family, dtype=checkpoint.DTYPES["bf16"])
+    data.write_data(place / "da ta", place / "h f", template)
     return place
+
+
+def mm_models(folder: Path, *arguments: str) -> None:
+    subprocess.run(
+        [sys.executable, "-m", "mm_models.cli.models", *arguments], cwd=folder, check=True, capture_output=True
+    )
 
 
 def environment(variables: dict[str, str]) -> dict[str, str]:
@@ -41,8 +47,9 @@ def environment(variables: dict[str, str]) -> dict[str, str]:
 
 
 def script(
-    folder: Path, name: str, *arguments: str, timeout: float = 280, **variables: str
+    folder: Path, name: str | Path, *arguments: str, timeout: float = 280, **variables: str
 ) -> subprocess.CompletedProcess:
+    """Run a script, one of GLM-4.5V's unless its whole path is given, in `folder`."""
     return subprocess.run(
         ["bash", EXAMPLE / name, *arguments],
         cwd=folder,

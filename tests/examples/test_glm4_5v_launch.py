@@ -9,7 +9,6 @@ import json
 import re
 import signal
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -21,6 +20,7 @@ from tests.examples.kit import (
     FIELD_STEP_TIME,
     environment,
     make_place,
+    mm_models,
     refused,
     running,
     script,
@@ -73,12 +73,6 @@ def place(tmp_path_factory) -> Path:
     )
     assert done.returncode == 0, done.stderr
     return folder
-
-
-def mm_models(folder: Path, *arguments: str) -> None:
-    subprocess.run(
-        [sys.executable, "-m", "mm_models.cli.models", *arguments], cwd=folder, check=True, capture_output=True
-    )
 
 
 def files(place: Path, save: Path) -> dict[str, str]:
