@@ -105,7 +105,7 @@ class TestBounds:
         assert image_grid(processor, 28, 28) == (1, 2, 2)
 
 
-@pytest.mark.parametrize("count", [25, pytest.param(2000, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("count", [25, pytest.param(500, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("family", CLASSES)
 def test_the_grid_from_the_size_is_that_of_the_pixels(folders, family, count):
     """Any shape the processor takes, thin ones and ones below a patch too."""

@@ -110,13 +110,13 @@ class TestProperties:
         check_literals(chat(family), conversation)
 
     @pytest.mark.slow
-    @fuzz(1000)
+    @fuzz(300)
     @given(conversation=CONVERSATIONS)
     def test_ids_of_many(self, chat, family, conversation):
         check_ids(chat(family), conversation)
 
     @pytest.mark.slow
-    @fuzz(1000)
+    @fuzz(300)
     @given(conversation=WITH_LITERALS)
     def test_literals_of_many(self, chat, family, conversation):
         check_literals(chat(family), conversation)
