@@ -13,6 +13,7 @@ from mm_models.weights import dcp_verbs, experts, verbs
 from mm_models.weights.check import compare
 from mm_models.weights.dcp.folder import open_dcp
 from mm_models.weights.manifest import open_checkpoint
+from tests.composed import MIXES, composed_folder
 from tests.weights.folders import (
     QUIET,
     assert_same_folder,
@@ -54,6 +55,17 @@ def test_chains_end_where_they_began(hf, tmp_path):
     target = verbs.Target(layout=ParallelLayout(tp=2, pp=2), vision_layers=[1, 1], text_layers=[0, 4])
     dcp_verbs.dcp_to_mm(tmp_path / "dcp", tmp_path / "last", target, options=QUIET)
     assert_same_folder(to_hf(tmp_path / "last", hf, tmp_path / "back"), hf)
+
+
+@pytest.mark.parametrize("mix", [MIXES[0], pytest.param(MIXES[1], marks=pytest.mark.slow)])
+def test_a_model_that_no_family_joins_goes_the_same_ways(tmp_path, mix):
+    """This tower, that decoder: hf -> mm -> resplit -> resplit -> hf, and hf -> dcp -> hf."""
+    hf = composed_folder(tmp_path / "hf", mix)
+    mm, dcp = to_mm(hf, tmp_path / "mm", tp=2, pp=2, vpp=2), to_dcp(hf, tmp_path / "dcp")
+    last = resplit(resplit(mm, tmp_path / "four", pp=4), tmp_path / "two", tp=2)
+    assert compare(last, hf).equal and compare(dcp, mm).equal
+    assert_same_folder(to_hf(last, hf, tmp_path / "back"), hf)
+    assert_same_folder(from_dcp(dcp, hf, tmp_path / "from dcp"), hf)
 
 
 def test_every_rank_holds_whole_heads_and_whole_biases(hf, tmp_path):
