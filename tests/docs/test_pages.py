@@ -150,10 +150,10 @@ def test_every_make_target_and_named_file_exists(page):
 
 
 def test_quoted_code_is_the_code():
-    """docs/add-a-model.md quotes GLM-4.5V's weight table and its FSDP2 assembly, and its plugin example works."""
+    """docs/add-a-model.md quotes weight tables and an FSDP2 assembly, and its plugin example works."""
     *quotes, plugin = [block.text for block in blocks(ROOT / "docs" / "add-a-model.md") if block.kind == "python"]
-    files = (ROOT / "converters" / "glm4v_moe" / "text.py", ROOT / "specs" / "glm4v_moe" / "fsdp2.py")
-    source = " ".join(word for file in files for word in file.read_text().split())
+    files = ("converters/parts.py", "converters/glm4v_moe/text.py", "specs/parts/fsdp2.py", "specs/glm4v_moe/fsdp2.py")
+    source = " ".join(word for file in files for word in (ROOT / file).read_text().split())
     for quote in quotes:
         assert " ".join(quote.split()) in source, quote
     done = subprocess.run(
@@ -163,3 +163,15 @@ def test_quoted_code_is_the_code():
         text=True,
     )
     assert "my_vit" in done.stdout
+
+
+def test_lines_are_counted():
+    """CONTRIBUTING.md says how long each file of a delta is, and leaves none of its folders' files out."""
+    text = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
+    said = {path: int(lines) for path, lines in re.findall(r"^\| `([\w/.]+\.py)` \| (\d+) \|", text, re.M)}
+    assert said == {path: len((ROOT / path).read_text(encoding="utf-8").splitlines()) for path in said}
+    totals = [sum(map(int, re.findall(r"^\| `[\w/.]+\.py` \| (\d+) \|", part, re.M))) for part in text.split("\n### ")]
+    assert [total for total in totals if total] == [int(lines) for lines in re.findall(r"\b(\d+) lines:$", text, re.M)]
+    for family in ("qwen2_5_vl", "glm4v"):
+        files = [path for kind in ("converters", "specs") for path in (ROOT / kind / family).glob("*.py")]
+        assert {str(p.relative_to(ROOT)) for p in files if p.name != "__init__.py"} <= set(said)
