@@ -238,12 +238,12 @@ class Synthetic:
         }
 
 
-def tiny_files(folder: Path, **sections: dict[str, Any]) -> list[str]:
-    """--mm-model of the tiny GLM-4.5V (with `sections` updated) and a valid --mm-data that no run opens."""
+def tiny_files(folder: Path, *, family: str = "glm4v_moe", **sections: dict[str, Any]) -> list[str]:
+    """--mm-model of a tiny model (GLM-4.5V; with `sections` updated) and a valid --mm-data that no run opens."""
     from tests.data.kit import BASE
-    from tests.models import tiny_glm_config
+    from tests.models import tiny_config
 
-    data = model_config(tiny_glm_config()).model_dump(mode="json", exclude_none=True)
+    data = model_config(tiny_config(family)).model_dump(mode="json", exclude_none=True)
     places = data["image_encoder"] | {"text_decoder": data["text_decoder"]}
     for section, change in sections.items():
         places[section].update(change) if section in places else data.__setitem__(section, change)
@@ -254,9 +254,14 @@ def tiny_files(folder: Path, **sections: dict[str, Any]) -> list[str]:
 
 
 def tiny_flags(
-    folder: Path, *extra: str, steps: int = STEPS, batch: int = BATCH, **sections: dict[str, Any]
+    folder: Path,
+    *extra: str,
+    steps: int = STEPS,
+    batch: int = BATCH,
+    family: str = "glm4v_moe",
+    **sections: dict[str, Any],
 ) -> list[str]:
-    """Flags of a run of the tiny GLM-4.5V; give --from-scratch or --load."""
+    """Flags of a run of a tiny model (GLM-4.5V); give --from-scratch or --load."""
     flags = [
         "--micro-batch-size",
         "1",
@@ -267,7 +272,7 @@ def tiny_flags(
         "--lr",
         str(RATE),
     ]
-    return [*tiny_files(folder, **sections), *flags, "--distributed-timeout-minutes", "1", *extra]
+    return [*tiny_files(folder, family=family, **sections), *flags, "--distributed-timeout-minutes", "1", *extra]
 
 
 def train_synthetic(rank: int, argv: list[str], provider: Synthetic) -> str | None:

@@ -1,0 +1,1 @@
+"""Every registered family held to what it claims: a family is tested by being registered."""
