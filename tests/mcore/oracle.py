@@ -81,6 +81,7 @@ def _qwen_vision(vision) -> tuple[dict, dict]:
             "model_id": "qwen2_5_vit",
             "window_attn_size": vision.window_size,
             "fullatt_block_indexes": vision.fullatt_block_indexes,
+            "tokens_per_second": vision.tokens_per_second,
         }
     projector = {
         "model_id": "lnmlp",
