@@ -57,7 +57,8 @@ class PreprocessParameters(StrictModel):
     model_name_or_path: Name
     trust_remote_code: bool = True
     """Accepted and without effect: only stock Hugging Face classes are used, no code of the folder runs."""
-    use_fast_tokenizer: Annotated[bool, _only(True)] = True
+    use_fast_tokenizer: bool = True
+    """False is refused for a tokenizer that transformers has in its fast form alone."""
     split_special_tokens: bool = False
     """Without effect: template tokens are always special, and text of a sample never becomes one."""
     image_max_pixels: Count | None = None
@@ -86,10 +87,17 @@ class BasicParameters(StrictModel):
     dataset: Name
     """The JSON or JSONL file: relative to the working directory, else to `dataset_dir`."""
     cutoff_len: Count = 1024
-    """Longest sample in tokens, end token included; a longer one is dropped whole, counted and listed."""
+    """Longest sample in tokens, end token included."""
+    cutoff: Literal["turns", "drop"] = "turns"
+    """What a longer one loses: its last questions with their answers and images until it fits (dropped whole where the
+    first one alone does not), or `drop`, all of it. Counted and listed."""
     max_samples: Count | None = None
     """Take only the first rows."""
-    train_on_prompt: Annotated[bool, _only(False)] = False
+    on_broken_image: Literal["refuse", "drop"] = "refuse"
+    """Drop the rows whose image is missing, broken or of a kind that is refused; counted and listed."""
+    on_animated_image: Literal["refuse", "first_frame"] = "refuse"
+    train_on_prompt: bool = False
+    """Train system texts and questions too: everything but images, padding and an empty thought of the template."""
     mask_history: bool = False
     """Train the last answer of a conversation alone."""
     enable_thinking: bool = True
@@ -106,6 +114,12 @@ class BasicParameters(StrictModel):
     preprocessing_batch_size: Annotated[int, _only(1000)] = 1000
     preprocessing_num_workers: Annotated[int | None, _only(None, 16)] = None
 
+    @model_validator(mode="after")
+    def _check(self):
+        if self.train_on_prompt and self.mask_history:
+            raise ValueError("train_on_prompt and mask_history contradict each other: set one of them to false")
+        return self
+
 
 class DatasetParam(StrictModel):
     dataset_type: Name = "huggingface"
@@ -119,7 +133,8 @@ class CollateParam(StrictModel):
 
     collator_id: Name | None = None
     model_name: Name | None = None
-    ignore_pad_token_for_loss: Annotated[bool, _only(True)] = True
+    ignore_pad_token_for_loss: bool = True
+    """False trains the pad token at padding; refused where it is also the token that ends an answer."""
 
     @model_validator(mode="after")
     def _check(self):

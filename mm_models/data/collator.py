@@ -4,7 +4,7 @@
     input_ids       (B, S) int64, pads are the pad token         needs "ids"
     attention_mask  (B, S) int64, 1 at tokens, 0 at pads         needs "ids"
     position_ids    (3, B, S) int64, 0 at pads                   needs "positions"
-    labels          (B, S) int64, not shifted, -100 = untrained  needs "labels"
+    labels          (B, S) int64, not shifted, -100 = untrained  needs "labels"; with `train_on_pads` pads at pads
     image_grid_thw  (images, 3) int64, in patches                needs "grid", absent without images
     pixel_values    (patches, features) float32                  needs "pixels", absent without images
 
@@ -44,6 +44,7 @@ class VisionLanguageCollator:
         positions: Positions | None,
         needs: frozenset[str] = NEEDS,
         pad_to_multiple_of: int = 1,
+        train_on_pads: bool = False,
     ):
         """`positions` is a function of table `positions`, or None for a model without a text decoder."""
         if not needs <= NEEDS:
@@ -52,6 +53,7 @@ class VisionLanguageCollator:
             raise UserError("collator needs positions, but the model has no text decoder.")
         self._images, self._image_token, self._pad = image_processor, image_token_id, pad_token_id
         self._positions, self._needs, self._multiple = positions, needs, pad_to_multiple_of
+        self._pad_label = pad_token_id if train_on_pads else IGNORE
 
     def __call__(self, samples: Sequence[Sample]) -> Batch:
         batch: Batch = {"sample_ids": [sample.id for sample in samples]}
@@ -88,6 +90,7 @@ class VisionLanguageCollator:
     def _labels(self, samples: Sequence[Sample]) -> Tensor:
         labels = torch.full((len(samples), self._length(samples)), IGNORE)
         for row, sample in enumerate(samples):
+            labels[row, len(sample.ids) :] = self._pad_label
             for start, end in sample.trained:
                 labels[row, start:end] = _tensor(sample)[start:end]
         return labels
@@ -95,12 +98,12 @@ class VisionLanguageCollator:
     def _pixels(self, samples: Sequence[Sample]) -> Tensor:
         pixels = []
         for sample in samples:
-            for path, grid in zip(sample.images, sample.grids, strict=True):
-                made = self._images(images=[load_rgb(path)], return_tensors="pt")
+            for source, grid in zip(sample.images, sample.grids, strict=True):
+                made = self._images(images=[load_rgb(source)], return_tensors="pt")
                 found = tuple(made["image_grid_thw"][0].tolist())
                 if found != grid:
                     raise UserError(
-                        f"row {sample.id}, image {str(path)!r}: its pixels give grid {found}, "
+                        f"row {sample.id}, image {str(source)!r}: its pixels give grid {found}, "
                         f"its header gave {grid} at the start; the file has changed."
                     )
                 pixels.append(made["pixel_values"])

@@ -126,6 +126,7 @@ def build_loader(
         positions=positions,
         needs=needs,
         pad_to_multiple_of=pad_to_multiple_of,
+        train_on_pads=not options.collate_param.ignore_pad_token_for_loss,
     )
     return Loader(
         dataset=dataset,

@@ -1,12 +1,16 @@
-"""Rows of a JSON or JSONL file as conversations.
+"""Rows of a data file as conversations.
 
-A row holds `messages` (a list of {role, content}) and `images` (a list of paths), under the names `attr` gives. In a
-content, `<image>` stands for the next image of the row; their number must agree. Rows are counted from 0, and that
-number is the sample id everywhere.
+A row holds messages and images, under the names `attr` gives: `messages` with {role, content}, `conversations` with
+{from, value}, `image` with one path. A content is text, or a list of parts as OpenAI and Hugging Face write them:
+{type: text, text}, {type: image_url, image_url: {url}}, {type: image, image}. In text, `<image>` stands for the next
+image of the row, wherever it stands; so does an image part that names none. Text is kept as it is, the line break
+around an `<image>` too: that is what Hugging Face's template gets. Rows are counted from 0, and that number is the
+sample id everywhere.
 
 Refused by row: a missing or mistyped column, an unknown role, turns that do not alternate user / assistant after an
-optional system text, a conversation without a last answer, image marks that do not match the images, and video.
-Columns that `attr` does not name are left alone.
+optional system text, a conversation without a last answer, what would be lost unseen (tool calls, weights), video, and
+marks that do not match the images. An image without a mark is one of those: a chat template writes no image where the
+content has none. Columns that `attr` does not name are left alone.
 """
 
 from __future__ import annotations
@@ -18,10 +22,18 @@ from pathlib import Path
 from typing import Any
 
 from mm_models.config.data import Attributes
+from mm_models.data import images
+from mm_models.data.images import ImageBytes
 from mm_models.errors import UserError, nearest
 
 IMAGE_MARK = "<image>"
 VIDEO_MARK = "<video>"
+TEXT, IMAGES, VIDEOS = "text", ("image", "image_url"), ("video", "video_url")
+"""Types of a content part."""
+UNSEEN = ("tool_calls", "function_call", "reasoning_content", "audio")
+"""Keys of a message whose content would be lost."""
+SWITCHES = ("weight", "loss", "train")
+"""Keys that other trainers read as: do not train this message."""
 LISTED = 10
 """How many faults of a file are written out with their reason before the rest is named by row alone."""
 
@@ -38,7 +50,8 @@ class Turn:
 class Conversation:
     row: int
     turns: tuple[Turn, ...]
-    images: tuple[str, ...]
+    images: tuple[str | ImageBytes, ...]
+    """In the order of their marks."""
 
 
 def find_file(dataset: str, dataset_dir: str) -> Path:
@@ -85,16 +98,24 @@ def parse_row(row: int, value: Any, attr: Attributes) -> Conversation:
     if not isinstance(value, dict):
         raise UserError(f"got {type(value).__name__}, expected an object")
     if attr.videos is not None and value.get(attr.videos):
-        raise UserError(
-            f"{len(value[attr.videos])} videos under {attr.videos!r}; video is not supported yet, take the row out"
-        )
-    turns = tuple(_system(value, attr) + _turns(value, attr))
-    images = _images(value, attr)
+        found = value[attr.videos]
+        count = len(found) if isinstance(found, list) else 1
+        raise UserError(f"{count} videos under {attr.videos!r}; video is not supported yet, take the row out")
+    turns = _system(value, attr)
+    slots: list[str | ImageBytes | None] = [None for turn in turns for _ in range(turn.text.count(IMAGE_MARK))]
+    for index, message in enumerate(_messages(value, attr)):
+        turn, found = _turn(f"{attr.messages}[{index}]", message, attr)
+        turns.append(turn)
+        slots += found
+    column = _column(value, attr)
     _check_order(turns)
-    marks = sum(turn.text.count(IMAGE_MARK) for turn in turns)
-    if marks != len(images):
-        raise UserError(f"{marks} {IMAGE_MARK} marks in the text, {len(images)} images; each image needs its mark")
-    return Conversation(row=row, turns=turns, images=images)
+    marks = slots.count(None)
+    if marks != len(column):
+        raise UserError(f"{marks} {IMAGE_MARK} marks in the text, {len(column)} images; each image needs its mark")
+    supply = iter(column)
+    return Conversation(
+        row=row, turns=tuple(turns), images=tuple(next(supply) if slot is None else slot for slot in slots)
+    )
 
 
 def _system(value: dict[str, Any], attr: Attributes) -> list[Turn]:
@@ -103,10 +124,11 @@ def _system(value: dict[str, Any], attr: Attributes) -> list[Turn]:
         return []
     if not isinstance(text, str):
         raise UserError(f"{attr.system!r} is {type(text).__name__}, expected text")
+    _check_text(repr(attr.system), text)
     return [Turn(role="system", text=text)]
 
 
-def _turns(value: dict[str, Any], attr: Attributes) -> list[Turn]:
+def _messages(value: dict[str, Any], attr: Attributes) -> list[Any]:
     if attr.messages not in value:
         close = nearest(attr.messages, value)
         hint = f", did you mean {close!r}" if close else ""
@@ -116,27 +138,67 @@ def _turns(value: dict[str, Any], attr: Attributes) -> list[Turn]:
     messages = value[attr.messages]
     if not isinstance(messages, list) or not messages:
         raise UserError(f"{attr.messages!r} is {messages!r:.60}, expected a list of messages")
+    return messages
+
+
+def _turn(place: str, message: Any, attr: Attributes) -> tuple[Turn, list[str | ImageBytes | None]]:
+    """A message, and for each mark in its text the image that belongs there; None takes the next of the row's."""
+    if not isinstance(message, dict):
+        raise UserError(f"{place} is {type(message).__name__}, expected an object")
+    missing = [key for key in (attr.role_tag, attr.content_tag) if key not in message]
+    if missing:
+        raise UserError(f"{place} has no key {missing[0]!r}; it has {', '.join(map(repr, message)) or 'no keys'}")
+    lost = [key for key in UNSEEN if message.get(key)]
+    lost += [key for key in SWITCHES if message.get(key) is not None and not message[key]]
+    if lost:
+        raise UserError(f"{place}: {lost[0]!r} is {message[lost[0]]!r:.60}, which has no effect here; take it out")
     tags = {attr.user_tag: "user", attr.assistant_tag: "assistant", attr.system_tag: "system"}
     roles = {tag: role for tag, role in tags.items() if tag is not None}
-    turns = []
-    for index, message in enumerate(messages):
-        place = f"{attr.messages}[{index}]"
-        if not isinstance(message, dict):
-            raise UserError(f"{place} is {type(message).__name__}, expected an object")
-        missing = [key for key in (attr.role_tag, attr.content_tag) if key not in message]
-        if missing:
-            raise UserError(f"{place} has no key {missing[0]!r}; it has {', '.join(map(repr, message)) or 'no keys'}")
-        role, text = message[attr.role_tag], message[attr.content_tag]
-        if not isinstance(role, str) or role not in roles:
-            raise UserError(f"{place}: role {role!r}, expected one of {', '.join(map(repr, roles))}")
-        if not isinstance(text, str):
-            raise UserError(f"{place}: content is {type(text).__name__}, expected text with {IMAGE_MARK} marks")
-        if not _is_unicode(text):
-            raise UserError(f"{place}: half of a surrogate pair in the text; it is no Unicode text, mend the file")
-        if VIDEO_MARK in text:
-            raise UserError(f"{place}: a {VIDEO_MARK} mark; video is not supported yet, take the row out")
-        turns.append(Turn(role=roles[role], text=text))
-    return turns
+    role, content = message[attr.role_tag], message[attr.content_tag]
+    if not isinstance(role, str) or role not in roles:
+        raise UserError(f"{place}: role {role!r}, expected one of {', '.join(map(repr, roles))}")
+    if isinstance(content, str):
+        content = [{"type": TEXT, TEXT: content}]
+    elif not isinstance(content, list):
+        raise UserError(f"{place}: content is {type(content).__name__}, expected text or a list of parts")
+    texts, slots = [], []
+    for part in content:
+        text, found = _part(place, part)
+        texts.append(text)
+        slots += found
+    return Turn(role=roles[role], text="".join(texts)), slots
+
+
+def _part(place: str, part: Any) -> tuple[str, list[str | ImageBytes | None]]:
+    """A content part as text with marks, and the images of the marks."""
+    if not isinstance(part, dict):
+        raise UserError(f"{place}: a part of the content is {type(part).__name__}, expected an object with a type")
+    kind = part.get("type")
+    if kind in VIDEOS:
+        raise UserError(f"{place}: a part of type {kind!r}; video is not supported yet, take the row out")
+    if kind in IMAGES:
+        sources = [part[key] for key in ("image", "image_url", "path", "url") if part.get(key) is not None]
+        if len(sources) > 1:
+            raise UserError(f"{place}: an image part with {len(sources)} sources, expected one")
+        source = sources[0] if sources else None
+        if isinstance(source, dict) and "url" in source:
+            source = source["url"]
+        return IMAGE_MARK, [None if source is None else images.parse(source)]
+    if kind != TEXT:
+        known = ", ".join(map(repr, (TEXT, *IMAGES)))
+        raise UserError(f"{place}: a part of type {kind!r}, expected one of {known}")
+    text = part.get(TEXT)
+    if not isinstance(text, str):
+        raise UserError(f"{place}: text is {type(text).__name__}, expected text with {IMAGE_MARK} marks")
+    _check_text(place, text)
+    return text, [None] * text.count(IMAGE_MARK)
+
+
+def _check_text(place: str, text: str) -> None:
+    if not _is_unicode(text):
+        raise UserError(f"{place}: half of a surrogate pair in the text; it is no Unicode text, mend the file")
+    if VIDEO_MARK in text:
+        raise UserError(f"{place}: a {VIDEO_MARK} mark; video is not supported yet, take the row out")
 
 
 def _is_unicode(text: str) -> bool:
@@ -148,17 +210,15 @@ def _is_unicode(text: str) -> bool:
     return True
 
 
-def _images(value: dict[str, Any], attr: Attributes) -> tuple[str, ...]:
-    images = value.get(attr.images) if attr.images is not None else None
-    if images is None:
-        return ()
-    images = [images] if isinstance(images, str) else images
-    if not isinstance(images, list) or not all(isinstance(image, str) and image for image in images):
-        raise UserError(f"{attr.images!r} is {images!r:.60}, expected a list of paths")
-    return tuple(images)
+def _column(value: dict[str, Any], attr: Attributes) -> list[str | ImageBytes]:
+    """The images of the row's own column: a list, or one alone."""
+    found = value.get(attr.images) if attr.images is not None else None
+    if found is None or found == "":
+        return []
+    return [images.parse(image) for image in (found if isinstance(found, list) else [found])]
 
 
-def _check_order(turns: tuple[Turn, ...]) -> None:
+def _check_order(turns: list[Turn]) -> None:
     roles = [turn.role for turn in turns]
     spoken = roles[1:] if roles[0] == "system" else roles
     expected = ["user", "assistant"] * (len(spoken) // 2)

@@ -6,6 +6,7 @@ import dataclasses
 from array import array
 from pathlib import Path
 
+from mm_models.data.images import ImageBytes
 from mm_models.data.templates.base import Span
 
 
@@ -18,7 +19,7 @@ class Sample:
     """Token ids (int32), image tokens repeated."""
     trained: tuple[Span, ...]
     """Half-open ranges of `ids` whose tokens are labels."""
-    images: tuple[Path, ...]
+    images: tuple[Path | ImageBytes, ...]
     grids: tuple[tuple[int, int, int], ...]
 
     @property

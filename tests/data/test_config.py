@@ -136,21 +136,15 @@ REFUSED = {
     "no collator": (changed(f"{LOADER}.collate_param", drop="collator_id"), "neither given, give exactly one"),
     "sampler": (changed(LOADER, sampler_type="LengthGroupedSampler"), "sampler_type.*'BaseRandomBatchSampler'"),
     "sequential": (changed(LOADER, sampler_type="SequentialBatchSampler"), "does not shuffle; set shuffle to false"),
-    "later: prompt": (
-        changed(BASIC, train_on_prompt=True),
-        "train_on_prompt: not supported yet.*only.*False, got True",
-    ),
+    "both masks": (changed(BASIC, train_on_prompt=True, mask_history=True), "contradict each other"),
+    "cutoff": (changed(BASIC, cutoff="tokens"), "cutoff.*'turns' or 'drop'.*got 'tokens'"),
+    "broken images": (changed(BASIC, on_broken_image="skip"), "on_broken_image.*'refuse' or 'drop'"),
     "later: cache": (changed(BASIC, overwrite_cache=True), "overwrite_cache: not supported yet"),
     "later: cache folder": (
         changed(BASIC, cache_dir="/tmp/c"),
         "cache_dir: not supported yet.*None or './data/cache_dir'",
     ),
-    "later: slow tokenizer": (changed(PREPROCESS, use_fast_tokenizer=False), "use_fast_tokenizer: not supported yet"),
     "later: tail": (changed(LOADER, drop_last=False), "drop_last: not supported yet"),
-    "later: pads": (
-        changed(f"{LOADER}.collate_param", ignore_pad_token_for_loss=False),
-        "ignore_pad_token_for_loss: not supported yet",
-    ),
 }
 
 

@@ -72,7 +72,7 @@ class TestRows:
         (tmp_path / "val.json").write_text(json.dumps([GOOD] * 4))
         config = kit.data_config(folder, tmp_path, [GOOD], val_dataset="val.json", val_max_samples=2)
         assert len(ChatDataset(config, processor, template, split="valid")) == 2
-        with pytest.raises(UserError, match="val_dataset is null"):
+        with pytest.raises(UserError, match="val_dataset and val_rate are null"):
             ChatDataset(kit.data_config(folder, tmp_path), processor, template, split="valid")
 
 
@@ -103,5 +103,5 @@ def test_the_report_names_what_happened(make):
 def test_the_base_folder_of_the_file_is_tried_second(make, folder, processor, template, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path.parent)
     config = kit.data_config(folder, tmp_path, [GOOD], dataset="train.json")
-    assert ChatDataset(config, processor, template).report.path == Path(tmp_path, "train.json")
+    assert ChatDataset(config, processor, template).report.places.files == (Path(tmp_path, "train.json"),)
     assert not os.path.exists("train.json")

@@ -224,14 +224,14 @@ def check(value):
         assert [turn.role for turn in found.turns][-2:] == ["user", "assistant"]
 
 
-@fuzz(150)
+@fuzz(60)
 @given(value=ROW)
 def test_any_json(value):
     check(json.loads(json.dumps(value)))
 
 
 @pytest.mark.slow
-@fuzz(5000)
+@fuzz(1000)
 @given(value=ROW)
 def test_much_json(value):
     check(value)

@@ -53,6 +53,8 @@ class Piece:
     image: bool = False
     """`text` is the image token, repeated to the number of features when encoded."""
     trained: bool = False
+    fixed: bool = False
+    """Never trained, with `train_on_prompt` neither: an image, or what the template writes without a meaning."""
     ours: bool = False
     """The folder's chat template does not write it: the end token after a last answer that it leaves open."""
 
@@ -90,8 +92,20 @@ class ChatTemplate:
     thinking_switch: ClassVar[bool] = False
     """The folder's template takes `enable_thinking`."""
 
-    def __init__(self, processor: Any, *, name: str, enable_thinking: bool = True, mask_history: bool = False):
-        self.name, self.enable_thinking, self.mask_history = name, enable_thinking, mask_history
+    end_token: ClassVar[str]
+    """The token that ends an answer."""
+
+    def __init__(
+        self,
+        processor: Any,
+        *,
+        name: str,
+        enable_thinking: bool = True,
+        mask_history: bool = False,
+        train_on_prompt: bool = False,
+    ):
+        self.name, self.enable_thinking = name, enable_thinking
+        self.mask_history, self.train_on_prompt = mask_history, train_on_prompt
         tokenizer = processor.tokenizer
         added = tokenizer.get_added_vocab()
         if not (enable_thinking or self.thinking_switch):
@@ -118,6 +132,8 @@ class ChatTemplate:
     def encode(self, turns: Sequence[Turn], image_tokens: Sequence[int]) -> Encoded:
         """Ids and trained ranges; image `i` takes `image_tokens[i]` ids. The caller has matched images and marks."""
         rendered = self.render(turns)
+        if self.train_on_prompt:
+            rendered = _all_trained(rendered, turns)
         slots = sum(piece.image for piece in rendered.pieces)
         if slots != len(image_tokens):
             raise UserError(
@@ -212,6 +228,15 @@ def _content(text: str) -> str | list[dict[str, str]]:
         parts += [{"type": "image"}] if index else []
         parts += [{"type": "text", "text": part}] if part else []
     return parts
+
+
+def _all_trained(rendered: Rendered, turns: Sequence[Turn]) -> Rendered:
+    """With everything trained that is not fixed."""
+    return Rendered(
+        pieces=tuple(dataclasses.replace(piece, trained=not piece.fixed) for piece in rendered.pieces),
+        answered=any(turn.text.replace(IMAGE_MARK, "").strip() for turn in turns),
+        notes=rendered.notes,
+    )
 
 
 def _spans(flags: bytearray) -> tuple[Span, ...]:

@@ -67,7 +67,8 @@ class GlmTemplate(ChatTemplate):
         return self.split(text)
 
     def image_pieces(self) -> list[Piece]:
-        return [token("<|begin_of_image|>"), Piece(text=self.image_token, image=True), token("<|end_of_image|>")]
+        start, end = (Piece(text=f"<|{side}_of_image|>", token=True, fixed=True) for side in ("begin", "end"))
+        return [start, Piece(text=self.image_token, image=True, fixed=True), end]
 
 
 def token(text: str) -> Piece:

@@ -42,14 +42,14 @@ class Glm4vMoeTemplate(GlmTemplate):
     def answer(self, text: str, *, last: bool, trained: bool) -> Answer:
         thought, answer = _split_thought(text)
         dropped, thought = bool(thought) and not last, thought if last else ""
-        thinks = trained and bool(thought)
+        thinks = {"trained": trained and bool(thought), "fixed": not thought}
         pieces = [
-            Piece(text="<think>", token=True, trained=thinks),
-            *self.split(thought, trained=thinks),
-            Piece(text="</think>", token=True, trained=thinks),
+            Piece(text="<think>", token=True, **thinks),
+            *self.split(thought, trained=trained),
+            Piece(text="</think>", token=True, **thinks),
         ]
         if answer:
-            pieces += [Piece(text="\n", trained=thinks), *self.split(answer, trained=trained, tokens=BOXES)]
+            pieces += [Piece(text="\n", **thinks), *self.split(answer, trained=trained, tokens=BOXES)]
         return Answer(pieces=pieces, text=bool(thought or answer), note=DROPPED if dropped else None)
 
 

@@ -24,6 +24,7 @@ class Qwen2VLTemplate(ChatTemplate):
     tokens = ("<|im_start|>", "<|im_end|>", "<|vision_start|>", "<|image_pad|>", "<|vision_end|>")
     optional_tokens = GROUNDING
     image_token = "<|image_pad|>"
+    end_token = "<|im_end|>"
 
     def render(self, turns: Sequence[Turn]) -> Rendered:
         if turns[0].role != "system":
@@ -35,15 +36,15 @@ class Qwen2VLTemplate(ChatTemplate):
                 Piece(text="<|im_start|>", token=True),
                 Piece(text=f"{turn.role}\n"),
                 *self.split(turn.text, trained=trained, tokens=self.content_tokens(turn.role)),
-                Piece(text="<|im_end|>", token=True, trained=trained),
+                Piece(text=self.end_token, token=True, trained=trained),
                 Piece(text="\n"),
             ]
             answered = answered or (trained and bool(turn.text.strip()))
         return Rendered(pieces=tuple(pieces), answered=answered)
 
     def image_pieces(self) -> list[Piece]:
-        start, end = (Piece(text=f"<|vision_{side}|>", token=True) for side in ("start", "end"))
-        return [start, Piece(text=self.image_token, image=True), end]
+        start, end = (Piece(text=f"<|vision_{side}|>", token=True, fixed=True) for side in ("start", "end"))
+        return [start, Piece(text=self.image_token, image=True, fixed=True), end]
 
     def content_tokens(self, role: str) -> tuple[str, ...]:
         return GROUNDING if role in ("user", "assistant") else ()
