@@ -98,7 +98,7 @@ class PlainMLP(nn.Module):
 
 
 class PatchMerger(nn.Module):
-    """Qwen's merger of Hugging Face's parts: (patches, hidden) -> (tokens, out), each patch normed, a token's patches side by side."""
+    """Merger of a norm and two linears: (patches, hidden) -> (tokens, out), each patch normed, a token's patches side by side."""
 
     def __init__(self, ln_q: nn.Module, mlp: nn.Sequential, *, activation: Callable):
         super().__init__()

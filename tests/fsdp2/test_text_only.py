@@ -9,7 +9,7 @@ from mm_models.fsdp2 import grads, sharding
 from tests.fsdp2 import kit
 from tests.harness import run
 from tests.mcore.batches import batch
-from tests.models import tiny_glm_model
+from tests.models import tiny_model
 
 IMAGE, TEXT = [[(4, 4)]], [[]]
 MIXES = {
@@ -31,10 +31,10 @@ FROZEN = {
 }  # fmt: skip
 
 
-def case(rank: int, mix: list, freeze: list[str], layout: dict, recompute: bool) -> dict:
+def case(rank: int, mix: list, freeze: list[str], layout: dict, recompute: bool, family: str = "glm4v_moe") -> dict:
     from torch.utils.checkpoint import checkpoint
 
-    hf = tiny_glm_model(0)
+    hf = tiny_model(family)
     for name, parameter in hf.named_parameters():
         parameter.requires_grad_(not any(name.startswith(prefix + ".") for prefix in freeze))
     data = [batch(50 + 2 * at + r, images=kind) for at, ranks in enumerate(mix) for r, kind in enumerate(ranks)]
@@ -88,3 +88,12 @@ def test_with_recompute(mix, freeze):
 @pytest.mark.parametrize("layout", [{"ep": 2}, {"ep_plan": False, "fsdp_plan": []}], ids=["ep2", "root alone"])
 def test_in_other_layouts(layout):
     check(run(case, 2, MIXES["two, text last on one"], [], layout, False, timeout=60))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mix", ["all text", "two, text first on one", "two, text last on one"])
+@pytest.mark.parametrize("family", ["qwen2_vl", "qwen2_5_vl", "glm4v"])
+def test_every_family(family, mix):
+    """The tower frozen: it runs all the same on a blank image, whose windows are ragged by themselves."""
+    for freeze in ("trained", "tower frozen"):
+        check(run(case, 2, MIXES[mix], FROZEN[freeze], {}, True, family, timeout=60))
