@@ -54,7 +54,7 @@ def _checkpoint(path: Path) -> list[str]:
     if checkpoint.folder != path:
         lines.append(f"  complete checkpoints here: {', '.join(mmfolder.iterations(path))}")
     lines += [
-        f"  layout: {manifest.layout.flags()}, layers {manifest.split.describe()}, expert layout: {EXPERT_LAYOUT}",
+        f"  layout: {manifest.layout.flags()}, layers {manifest.split.describe()}, expert layout: {_experts(names, EXPERT_LAYOUT)}",
         f"  model: {manifest.model.model_id}, source: {dict(manifest.source)}",
         f"  files: {len({entry.file for entry in manifest.tensors})}, optimizer state: {'yes' if manifest.optimizer else 'no'}",
     ]
@@ -69,12 +69,11 @@ def _dcp(path: Path) -> list[str]:
     if folder.path != path:
         lines.append(f"  complete checkpoints here: {', '.join(dcp_folder.iterations(path))}")
     if said is None:
-        stacks = [f"{key} {t.shape}" for key, t in tensors.items() if key.endswith(".experts.gate_up_proj")][:1]
-        lines.append(
-            f"  no manifest (a folder of the field): its expert layout must be declared{', e.g. of ' + stacks[0] if stacks else ''}"
-        )
+        stacks = [f", e.g. of {key} {t.shape}" for key, t in tensors.items() if key.endswith(".experts.gate_up_proj")]
+        declare = f"its expert layout must be declared{''.join(stacks[:1])}"
+        lines.append(f"  no manifest (a folder of the field): {_experts(tensors, declare)}")
     else:
-        lines.append(f"  expert layout: {said.expert_layout}, dcp_prefix: {said.dcp_prefix!r}")
+        lines.append(f"  expert layout: {_experts(tensors, said.expert_layout)}, dcp_prefix: {said.dcp_prefix!r}")
         lines.append(f"  model: {said.model.model_id}, source: {dict(said.source)}")
     files = {item.place.file for tensor in tensors.values() for item in tensor.items}
     moments = ", ".join(dcp_folder.present_moments(folder)) or "no"
@@ -100,6 +99,10 @@ def _foreign(path: Path) -> list[str]:
     ]
     tensors = [(tensor.dtype, volume(tensor.shape) * itemsize(tensor.dtype)) for tensor in found.values()]
     return lines + _common(tensors, names, _prefixes(names))
+
+
+def _experts(names: Iterable[str], layout: str) -> str:
+    return layout if any(".experts." in name for name in names) else "no experts"
 
 
 def _common(tensors: Iterable[tuple[str, int]], names: list[str], prefixes: Mapping[str, int]) -> list[str]:

@@ -12,6 +12,7 @@ from mm_models.layout import ParallelLayout
 from mm_models.weights import dcp_verbs, experts, verbs
 from mm_models.weights.check import compare
 from mm_models.weights.dcp.folder import open_dcp
+from mm_models.weights.describe import describe
 from mm_models.weights.manifest import open_checkpoint
 from tests.composed import MIXES, composed_folder
 from tests.weights.folders import (
@@ -97,7 +98,9 @@ def test_no_expert_layout_is_asked_for_or_taken(hf, tmp_path, monkeypatch):
     """A model without experts: the variable means nothing, a folder without manifest needs no declaration, a layout is refused."""
     monkeypatch.setenv("GLM4V_DCP_3D", "1")
     dcp = to_dcp(hf, tmp_path / "dcp")
+    assert "  expert layout: no experts, dcp_prefix: ''" in describe(dcp)
     (dcp / "release/manifest.json").unlink()
+    assert "  no manifest (a folder of the field): no experts" in describe(dcp)
     assert_same_folder(from_dcp(dcp, hf, tmp_path / "back"), hf)
     assert open_dcp(dcp).manifest is None
     for refused in (
