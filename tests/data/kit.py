@@ -16,6 +16,8 @@ from mm_models.config.strict import validate
 from mm_models.data.rows import IMAGE_MARK, Turn
 
 QUICKSTART = Path(__file__).parents[2] / "examples" / "quickstart"
+TEMPLATES = {"glm4v_moe": "glm4v_moe", "glm4v": "glm4v", "qwen2_vl": "qwen2vl", "qwen2_5_vl": "qwen2vl"}
+"""Family -> its template."""
 BASE = (QUICKSTART / "data.json").read_text(encoding="utf-8")
 
 
