@@ -12,10 +12,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from mm_models.config.family import Family, family_of, family_of_model
+from mm_models.config.binding import differences
+from mm_models.config.family import Composed, Family, family_of, family_of_model, parts_of
 from mm_models.config.fsdp2 import RunConfig
 from mm_models.config.model import ModelConfig, load_model_config
-from mm_models.config.strict import leaves, load_json
+from mm_models.config.strict import load_json
 from mm_models.errors import UserError, nearest
 from mm_models.weights import mmfolder
 from mm_models.weights.dcp import folder as dcp_folder
@@ -70,6 +71,12 @@ def read_model(config: RunConfig) -> tuple[Family, ModelConfig, Mapping[str, Any
         family = family_of(hf_config, str(path / CONFIG))
         model = family.model(hf_config, str(path / CONFIG))
         hf_config = family.nested(hf_config)
+    if isinstance(family, Composed):
+        parts = ", ".join(part.model_id for part in parts_of(model).values())
+        raise UserError(
+            f"{where}: {path} is of parts that no Hugging Face class holds together ({parts}); this target trains Hugging Face's "
+            "own classes. Train it with pretrain_vlm.py."
+        )
     if family.model_id != config.model.model_id:
         raise UserError(
             f"model.model_id is {config.model.model_id!r}, but {path} is a {family.model_id!r}. Correct one of them."
@@ -148,12 +155,9 @@ def _same_model(family: Family, model: ModelConfig, own: Path, config: Path) -> 
     content = load_json(config)
     if (theirs := family_of(content, str(config))).name != family.name:
         raise UserError(f"model.model_name_or_path {own} is a {family.model_id!r}, {config} a {theirs.model_id!r}.")
-    wanted = dict(leaves(family.model_json(content, str(config))))
-    have = dict(leaves(model.model_dump()))
     faults = [
-        f"{key} is {have.get(key)!r} in {own}, {value!r} in {config}"
-        for key, value in wanted.items()
-        if have.get(key) != value
+        f"{key} is {here!r} in {own}, {there!r} in {config}"
+        for key, here, there in differences(model, family.model(content, str(config)))
     ]
     if faults:
         raise UserError(f"model.model_name_or_path and {config} are not the same model: {'; '.join(faults)}.")

@@ -1,6 +1,6 @@
 """A registered model on the Megatron target: assembled on the meta device everywhere, and loaded for real at TP2.
 
-Both take what a plugin would add, so that they can be shown to fail. The groups are fake: rank 0's own, which never communicate;
+Both take entries of the registry, so that they can be shown to fail. The groups are fake: rank 0's own, which never communicate;
 `stage` and `chunk` say what is built.
 """
 
@@ -17,12 +17,12 @@ from mm_models.config.model import ModelConfig
 from mm_models.layout import Coords, ModelSplit, ParallelLayout
 from mm_models.weights.boxes import partition_fault
 from mm_models.weights.model_map import LocalTensor, WeightMap, build
-from tests.fitness.registered import Additions, layouts, register, splits
+from tests.fitness.registered import Entries, layouts, register, splits
 
 LENGTH = 32
 
 
-def assembly_case(rank: int, content: str, wide: bool, additions: Additions) -> dict:
+def assembly_case(rank: int, content: str, wide: bool, entries: Entries) -> dict:
     """Faults of one model on the topologies it claims, and which degrees those have."""
     from megatron.core import parallel_state
     from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -36,7 +36,7 @@ def assembly_case(rank: int, content: str, wide: bool, additions: Additions) -> 
     parallel_state.initialize_model_parallel = partial(
         parallel_state.initialize_model_parallel, create_gloo_process_groups=False
     )
-    register(additions)
+    register(entries)
     model = ModelConfig.model_validate_json(content)
     wmap, faults, seen = build(model), [], []
     for layout in layouts(model, wide=wide):
@@ -92,7 +92,7 @@ def _partition_faults(wmap: WeightMap, held: dict) -> Iterator[str]:
             yield f"{name}: {fault}"
 
 
-def forward_case(rank: int, family: str, content: str, folder: str, additions: Additions) -> float:
+def forward_case(rank: int, family: str, content: str, folder: str, entries: Entries) -> float:
     """The largest relative error of this rank's logits against Hugging Face's, weights loaded from `folder` through the map."""
     from mm_models.device import prepare
     from mm_models.mcore.assembly import build_chunk, init_parallel, named_tensors
@@ -101,7 +101,7 @@ def forward_case(rank: int, family: str, content: str, folder: str, additions: A
     from tests.models import tiny_model
 
     prepare()
-    register(additions)
+    register(entries)
     model = ModelConfig.model_validate_json(content)
     layout = ParallelLayout.for_world(dist.get_world_size(), tp=dist.get_world_size(), sequence_parallel=True)
     split = model.split(layout)
