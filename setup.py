@@ -31,6 +31,9 @@ setup(
         "psutil>=5.9",
         "tokenizers>=0.21",
         "jinja2>=3.1",
+        "datasets>=5.2",
+        "pyarrow>=21",
+        "filelock>=3.16",
         "tensorboard>=2.16",
     ],
     extras_require={

@@ -42,6 +42,7 @@ TABLES = (
 
 CATALOGUES = ("specs.catalogue", "converters.catalogue", "mm_models.data.catalogue", "mm_models.ops.catalogue")
 ENTRY_POINTS = "mm_models.plugins"
+_loaded: dict[str, None] = {}
 
 
 class Registry:
@@ -111,7 +112,16 @@ def table(name: str) -> Registry:
 
 def load_plugins(plugins: Iterable[str]) -> list[ModuleType]:
     """Import each plugin: a dotted module name, or the path of a .py file or of a package folder."""
-    return [_load_path(Path(plugin)) if _is_path(plugin) else _load_module(plugin) for plugin in plugins]
+    modules = []
+    for plugin in plugins:
+        modules.append(_load_path(Path(plugin)) if _is_path(plugin) else _load_module(plugin))
+        _loaded[plugin] = None
+    return modules
+
+
+def loaded_plugins() -> list[str]:
+    """What `load_plugins` has loaded so far, in order: a process started by this one needs the same."""
+    return list(_loaded)
 
 
 def _is_path(plugin: str) -> bool:

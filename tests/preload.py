@@ -11,6 +11,7 @@ import warnings
 warnings.filterwarnings("ignore", module="megatron")
 logging.getLogger("megatron").setLevel(logging.ERROR)
 
+import datasets
 import megatron.core.distributed
 import megatron.core.optimizer
 import megatron.core.pipeline_parallel.schedules

@@ -32,6 +32,11 @@ def _only(*allowed: Any) -> AfterValidator:
     return AfterValidator(check)
 
 
+def _names(value: str | list[str]) -> list[str]:
+    """A list of names, also from one text with commas."""
+    return [name.strip() for name in value.split(",") if name.strip()] if isinstance(value, str) else value
+
+
 class Attributes(StrictModel):
     """Which keys of a row hold what. A null column is one the file does not have."""
 
@@ -84,15 +89,18 @@ class BasicParameters(StrictModel):
     template: Name
     dataset_dir: Name = "."
     """Base of relative image paths."""
-    dataset: Name
-    """The JSON or JSONL file: relative to the working directory, else to `dataset_dir`."""
+    dataset: Name | list[Name]
+    """JSON, JSONL or Parquet files, as a list or with commas between them: each relative to the working directory, else
+    to `dataset_dir`. Rows are numbered through all of them."""
+    dataset_weights: list[Annotated[float, Field(gt=0, allow_inf_nan=False)]] | None = None
+    """How often the rows of each file appear in an epoch, 1 where null. Of a fraction, another part every epoch."""
     cutoff_len: Count = 1024
     """Longest sample in tokens, end token included."""
     cutoff: Literal["turns", "drop"] = "turns"
     """What a longer one loses: its last questions with their answers and images until it fits (dropped whole where the
     first one alone does not), or `drop`, all of it. Counted and listed."""
     max_samples: Count | None = None
-    """Take only the first rows."""
+    """Take only the first rows of all files."""
     on_broken_image: Literal["refuse", "drop"] = "refuse"
     """Drop the rows whose image is missing, broken or of a kind that is refused; counted and listed."""
     on_animated_image: Literal["refuse", "first_frame"] = "refuse"
@@ -102,23 +110,48 @@ class BasicParameters(StrictModel):
     """Train the last answer of a conversation alone."""
     enable_thinking: bool = True
     """Handed to a chat template that takes it: false marks user turns with `/nothink` as GLM-4.5V does."""
-    val_dataset: Name | None = None
+    val_dataset: Name | list[Name] | None = None
     val_max_samples: Count | None = None
-    val_rate: Annotated[float | None, _only(None)] = None
-    streaming: Annotated[bool, _only(False)] = False
+    val_rate: Annotated[float | None, Field(gt=0, lt=1)] = None
+    """Without `val_dataset`: keep this share of each file's rows, its last, for validation."""
+    preprocess_on_fly: bool = False
+    """Examine a row when it is drawn: nothing is written, and what is wrong with a row shows only then."""
+    streaming: bool = False
+    """For files on disk the same as `preprocess_on_fly`."""
     packing: Annotated[bool, _only(False)] = False
     tool_format: Annotated[str | None, _only(None)] = None
-    # Rows are tokenised in the main process and kept in memory: nothing below changes what a sample is.
-    cache_dir: Annotated[str | None, _only(None, "./data/cache_dir")] = None
-    overwrite_cache: Annotated[bool, _only(False)] = False
-    preprocessing_batch_size: Annotated[int, _only(1000)] = 1000
-    preprocessing_num_workers: Annotated[int | None, _only(None, 16)] = None
+    # Nothing below changes what a sample is.
+    cache_dir: Name | None = None
+    """Where examined samples are kept between runs; null: in a temporary folder, for this process."""
+    overwrite_cache: bool = False
+    """Build the cache anew at each start."""
+    preprocessing_batch_size: Count = 1000
+    """Rows examined at a time."""
+    preprocessing_num_workers: Annotated[int | None, Field(ge=0)] = None
+    """Processes that examine rows; null and 0: the main process. Never more than there are cores, and none where all
+    rows are one batch."""
 
     @model_validator(mode="after")
     def _check(self):
         if self.train_on_prompt and self.mask_history:
             raise ValueError("train_on_prompt and mask_history contradict each other: set one of them to false")
+        if self.val_dataset is not None and self.val_rate is not None:
+            raise ValueError("val_dataset and val_rate both name a validation set: give one of them")
+        if not self.files:
+            raise ValueError("dataset names no file")
+        if self.dataset_weights is not None and len(self.dataset_weights) != len(self.files):
+            raise ValueError(f"dataset_weights: got {len(self.dataset_weights)} weights for {len(self.files)} files")
         return self
+
+    @property
+    def files(self) -> list[str]:
+        """The names in `dataset`."""
+        return _names(self.dataset)
+
+    @property
+    def val_files(self) -> list[str]:
+        """The names in `val_dataset`."""
+        return _names(self.val_dataset or [])
 
 
 class DatasetParam(StrictModel):

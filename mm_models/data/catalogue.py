@@ -2,7 +2,7 @@
 
 CATALOGUE: dict[str, dict[str, str]] = {
     "datasets": {
-        "huggingface": "mm_models.data.dataset:ChatDataset",
+        "huggingface": "mm_models.data.dataset:open_dataset",
     },
     # `glm4.1v` and `qwen2vl` are the field's names, the others those of the models.
     "templates": {

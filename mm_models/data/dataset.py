@@ -1,110 +1,98 @@
 """A data set of conversations with images: every row is examined before training, and none disappears silently.
 
-`ChatDataset` reads the file and examines each row (see `examine`). A row is then
+`ChatDataset` examines each row (see `examine`). A row is then
 
     refused   the row or one of its images is wrong: one error lists all such rows, nothing is trained
-    dropped   it is longer than `cutoff_len`, or has no answer to learn from: counted and listed in the report
-    kept      one sample; its id is its row number
+    dropped   it cannot fit `cutoff_len`, or has no answer to learn from: counted and listed in the report
+    kept      one sample; its id is its row number through all files
 
-`cutoff_len` acts on whole samples: ids, images and positions always belong together. A data set in which nothing is
-kept is refused.
+The samples lie in an Arrow file that every process maps into memory: in `cache_dir`, or in a temporary folder that goes
+with the process. A data set in which nothing is kept is refused. With `preprocess_on_fly` or `streaming`,
+`DrawnDataset` takes its place.
 """
 
 from __future__ import annotations
 
-import dataclasses
+import functools
+import tempfile
 from pathlib import Path
 from typing import Any
 
 from mm_models.config.data import DataConfig
-from mm_models.data import rows
+from mm_models.data import cache
+from mm_models.data.drawn import DrawnDataset
 from mm_models.data.examine import Examiner
+from mm_models.data.preprocess import cores, preprocess
+from mm_models.data.report import Counts, Places, Report
 from mm_models.data.sample import Sample
+from mm_models.data.selection import open_split, split_paths
+from mm_models.data.stamps import Stamp
+from mm_models.data.store import SampleStore
 from mm_models.data.templates.base import ChatTemplate
 from mm_models.errors import UserError
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Report:
-    """What became of the rows: dropped ones and noteworthy ones, by reason."""
-
-    path: Path
-    rows: int
-    kept: int
-    tokens: int
-    labelled: int
-    images: int
-    dropped: dict[str, list[int]]
-    notes: dict[str, list[int]]
-
-    def lines(self) -> list[str]:
-        """For people; the first line always, then one per reason."""
-        text = [
-            f"data {self.path}: {self.kept} of {self.rows} rows, {self.tokens} tokens, "
-            f"{self.labelled} of them trained, {self.images} images"
-        ]
-        for title, reasons in (("dropped", self.dropped), ("note", self.notes)):
-            text += [
-                f"data {title}: {reason}: {len(found)} rows: {rows.ranges(found)}"
-                for reason, found in sorted(reasons.items())
-            ]
-        return text
+def open_dataset(
+    config: DataConfig, processor: Any, template: ChatTemplate, *, split: str = "train", decode: bool = True
+) -> ChatDataset | DrawnDataset:
+    """The data set of `dataset_type: huggingface`."""
+    basic = config.dataset_param.basic_parameters
+    kind = DrawnDataset if basic.preprocess_on_fly or basic.streaming else ChatDataset
+    return kind(config, processor, template, split=split, decode=decode)
 
 
 class ChatDataset:
-    """Samples by index, in the order of the file (`dataset_type: huggingface`)."""
+    """Samples by index, in the order of the files."""
 
     def __init__(
         self, config: DataConfig, processor: Any, template: ChatTemplate, *, split: str = "train", decode: bool = True
     ):
-        """`split` is `train` (basic_parameters.dataset) or `valid` (val_dataset); `decode` opens every image fully."""
+        """`split` is `train` or `valid` (see `selection`); `decode` opens every image fully. A cache, and
+        `on_broken_image: drop`, always do: what is kept must not depend on the rank."""
         basic = config.dataset_param.basic_parameters
-        name, limit = {
-            "train": (basic.dataset, basic.max_samples),
-            "valid": (basic.val_dataset, basic.val_max_samples),
-        }[split]
-        if name is None:
-            raise UserError(
-                "val_dataset is null: there is no validation split. Name a file in basic_parameters.val_dataset."
-            )
+        decode = decode or basic.cache_dir is not None or basic.on_broken_image == "drop"
         examiner = Examiner(config, processor, template, base=basic.dataset_dir, decode=decode)
-        path = rows.find_file(name, basic.dataset_dir)
-        values = rows.read_rows(path)[:limit]
-        self._samples: list[Sample] = []
-        dropped: dict[str, list[int]] = {}
-        notes: dict[str, list[int]] = {}
-        faults: list[tuple[int, str]] = []
-        for row, value in enumerate(values):
-            outcome = examiner.examine(row, value)
-            if outcome.fault:
-                faults.append((row, outcome.fault))
-                continue
-            for note in outcome.notes:
-                notes.setdefault(note, []).append(row)
-            if outcome.dropped:
-                dropped.setdefault(outcome.dropped, []).append(row)
-            else:
-                self._samples.append(outcome.sample)
-        rows.refuse(path, len(values), faults)
-        self.report = Report(
-            path=path,
-            rows=len(values),
-            kept=len(self._samples),
-            tokens=sum(len(sample.ids) for sample in self._samples),
-            labelled=sum(sample.labelled for sample in self._samples),
-            images=sum(len(sample.images) for sample in self._samples),
-            dropped=dropped,
-            notes=notes,
-        )
-        if not self._samples:
-            raise UserError("\n".join([f"{path}: no sample is left of {len(values)} rows.", *self.report.lines()[1:]]))
+        build = functools.partial(_build, config, examiner, split, decode)
+        paths = split_paths(basic, split)
+        self._folder = None
+        if basic.cache_dir is not None:
+            key = cache.key(config, paths, split=split)
+            found = cache.open_or_build(Path(basic.cache_dir), key, build, overwrite=basic.overwrite_cache)
+            counts, samples = found.counts, found.samples
+        else:
+            self._folder = tempfile.TemporaryDirectory(prefix="mm-data-")
+            samples = Path(self._folder.name, "samples.arrow")
+            counts, _ = build(samples)
+        remarks = []
+        if (basic.preprocessing_num_workers or 0) > cores():
+            remarks = [
+                f"preprocessing_num_workers {basic.preprocessing_num_workers}: no more than {cores()} cores' worth"
+            ]
+        places = Places(files=paths, starts=counts.starts)
+        self.report = Report(places=places, counts=counts, remarks=tuple(remarks))
+        self.sizes = counts.kept
+        """Samples of each file."""
+        self._samples = SampleStore(samples)
+        if not self.report.kept:
+            raise UserError(
+                "\n".join([f"{places.title}: no sample is left of {counts.rows} rows.", *self.report.lines()[1:]])
+            )
 
     def __len__(self) -> int:
-        return len(self._samples)
+        return self.report.kept
 
     def __getitem__(self, index: int) -> Sample:
+        if not 0 <= index < len(self):
+            raise IndexError(index)
         return self._samples[index]
 
     def __getstate__(self) -> dict[str, Any]:
-        """Workers need the samples alone."""
-        return {"_samples": self._samples, "report": self.report}
+        """Workers need the samples alone; the folder belongs to this process."""
+        return self.__dict__ | {"_folder": None}
+
+
+def _build(
+    config: DataConfig, examiner: Examiner, split: str, decode: bool, path: Path
+) -> tuple[Counts, dict[Path, Stamp]]:
+    selection = open_split(config.dataset_param.basic_parameters, split)
+    return preprocess(config, selection, examiner=examiner, decode=decode, path=path)

@@ -2,7 +2,8 @@
 
 Ranks of one model-parallel group pass the same arguments, `needs` apart, and get the same sample ids. The order does
 not depend on `num_workers`; a sample that a worker has prepared but no step has used is prepared again after a resume.
-Workers are started fresh (forkserver), never forked from a process that runs torch threads.
+Workers are started fresh (forkserver), never forked from a process that runs torch threads. What goes wrong in one is
+raised in the main process as what it is, with the rows.
 """
 
 from __future__ import annotations
@@ -11,14 +12,15 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, Dataset
 
 from mm_models.config.data import DataConfig
 from mm_models.config.model import ModelConfig
 from mm_models.data.collator import NEEDS, Batch
-from mm_models.data.dataset import Report
 from mm_models.data.examine import make_processor, make_template
+from mm_models.data.preload import preloaded
 from mm_models.data.processor import pixel_bounds
+from mm_models.data.report import Report
 from mm_models.data.sampler import SAMPLERS, BaseRandomBatchSampler
 from mm_models.errors import UserError
 from mm_models.registry import table
@@ -40,10 +42,13 @@ class Loader:
         template: Any,
         workers: int,
         pin: bool,
+        preload: bool,
     ):
         self.dataset, self.sampler, self.collator = dataset, sampler, collator
         self.processor, self.template = processor, template
-        self._workers, self._pin = workers, pin and torch.accelerator.is_available()
+        self._workers, self._preload = workers, preload
+        self._device = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+        self._pin = (pin or preload) and self._device is not None
 
     @property
     def report(self) -> Report:
@@ -54,8 +59,12 @@ class Loader:
         """The report and the settings that shape samples, for the start of a run."""
         least, most = pixel_bounds(self.processor)
         tail = self.sampler.total - self.sampler.samples_per_epoch
+        note = (
+            ["data enable_preload has no effect without an accelerator"] if self._preload and not self._device else []
+        )
         return [
             *self.report.lines(),
+            *note,
             f"data images: {least} to {most} pixels after resizing",
             f"data template: {self.template.name}; its tokens are special, text of a sample never becomes one",
             f"data order: {len(self.sampler)} micro-batches per epoch and rank; "
@@ -66,17 +75,63 @@ class Loader:
         return len(self.sampler)
 
     def __iter__(self) -> Iterator[Batch]:
+        batches = self._batches()
+        return preloaded(batches, self._device) if self._preload and self._device is not None else batches
+
+    def _batches(self) -> Iterator[Batch]:
         workers = {"num_workers": self._workers, "multiprocessing_context": "forkserver"} if self._workers else {}
-        return iter(
-            DataLoader(
-                self.dataset,
-                batch_sampler=self.sampler,
-                collate_fn=self.collator,
-                pin_memory=self._pin,
-                generator=torch.Generator(),  # its own: the loader must not draw from the training's generator
-                **workers,
-            )
+        loader = DataLoader(
+            _Batches(self.dataset, self.collator),
+            sampler=self.sampler,
+            batch_size=None,  # the sampler gives whole micro-batches
+            collate_fn=_as_it_is,
+            pin_memory=self._pin,
+            generator=torch.Generator(),  # its own: the loader must not draw from the training's generator
+            **workers,
         )
+        batches = iter(loader)
+        while True:
+            try:
+                batch = next(batches)
+            except RuntimeError as error:
+                if "exited unexpectedly" not in str(error):
+                    raise
+                raise UserError(
+                    f"{error}. When memory ran out (or /dev/shm), lower dataloader_param.num_workers (now {self._workers})."
+                ) from error
+            if isinstance(batch, _Refused):
+                raise UserError(batch.reason)
+            yield batch
+
+
+class _Refused(str):
+    """A UserError on its way out of a worker, where only its text matters."""
+
+    @property
+    def reason(self) -> str:
+        return str(self)
+
+
+class _Batches(Dataset):
+    """Micro-batches by their list of indices."""
+
+    def __init__(self, dataset: Any, collator: Any):
+        self._dataset, self._collator = dataset, collator
+
+    def __getitem__(self, indices: list[int]) -> Batch | _Refused:
+        samples = []
+        try:
+            samples += [self._dataset[index] for index in indices]
+            return self._collator(samples)
+        except UserError as error:
+            return _Refused(error)
+        except Exception as error:
+            rows = ", ".join(str(sample.id) for sample in samples) or f"of indices {indices}"
+            raise RuntimeError(f"preparing rows {rows} failed: {error!r}") from error
+
+
+def _as_it_is(batch: Any) -> Any:
+    return batch
 
 
 def build_loader(
@@ -108,7 +163,10 @@ def build_loader(
     template = make_template(data_config, processor)
     dataset = dataset_class(data_config, processor, template, split=split, decode="pixels" in needs)
     if dataset.report.images and model_config.vision is None:
-        raise UserError(f"{dataset.report.path} holds {dataset.report.images} images, the model has no image_encoder.")
+        raise UserError(
+            f"{dataset.report.places.title} holds {dataset.report.images} images, the model has no image_encoder."
+        )
+    weights = parameters.basic_parameters.dataset_weights if split == "train" else None
     sampler = SAMPLERS[options.sampler_type](
         len(dataset),
         micro_batch_size=micro_batch_size,
@@ -118,6 +176,7 @@ def build_loader(
         seed=seed,
         shuffle=options.shuffle and split == "train",
         consumed_samples=consumed_samples,
+        parts=list(zip(dataset.sizes, weights, strict=True)) if weights else None,
     )
     collator = collator_class(
         image_processor=processor.image_processor,
@@ -136,6 +195,7 @@ def build_loader(
         template=template,
         workers=options.num_workers if "pixels" in needs else 0,  # nothing else is worth a process
         pin=options.pin_memory,
+        preload=options.enable_preload,
     )
 
 

@@ -16,9 +16,7 @@ content has none. Columns that `attr` does not name are left alone.
 from __future__ import annotations
 
 import dataclasses
-import json
-from collections.abc import Iterable, Iterator
-from pathlib import Path
+from collections.abc import Iterable
 from typing import Any
 
 from mm_models.config.data import Attributes
@@ -34,8 +32,6 @@ UNSEEN = ("tool_calls", "function_call", "reasoning_content", "audio")
 """Keys of a message whose content would be lost."""
 SWITCHES = ("weight", "loss", "train")
 """Keys that other trainers read as: do not train this message."""
-LISTED = 10
-"""How many faults of a file are written out with their reason before the rest is named by row alone."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -52,45 +48,6 @@ class Conversation:
     turns: tuple[Turn, ...]
     images: tuple[str | ImageBytes, ...]
     """In the order of their marks."""
-
-
-def find_file(dataset: str, dataset_dir: str) -> Path:
-    """`dataset` relative to the working directory, else to `dataset_dir`."""
-    choices = (Path(dataset), Path(dataset_dir, dataset))
-    for path in choices:
-        if path.is_file():
-            return path
-    raise UserError(
-        f"dataset {dataset!r}: no such file; looked at {' and '.join(str(path.absolute()) for path in choices)}."
-    )
-
-
-def read_rows(path: Path) -> list[Any]:
-    """The rows of a file: a JSON array, or one JSON value per line when the name ends in `.jsonl`."""
-    try:
-        if path.suffix == ".jsonl":
-            return list(_lines(path))
-        rows = json.loads(path.read_text(encoding="utf-8"))
-    except UnicodeDecodeError as error:
-        raise UserError(f"{path}: not UTF-8 text ({error}).") from error
-    except json.JSONDecodeError as error:
-        hint = " One value per line is JSONL: name the file .jsonl." if error.msg == "Extra data" else ""
-        raise UserError(
-            f"{path}: not valid JSON, line {error.lineno} column {error.colno}: {error.msg}.{hint}"
-        ) from error
-    if not isinstance(rows, list):
-        raise UserError(f"{path}: got {type(rows).__name__} at the top, expected a list of rows.")
-    return rows
-
-
-def _lines(path: Path) -> Iterator[Any]:
-    with path.open(encoding="utf-8") as file:
-        for number, line in enumerate(file, start=1):
-            if line.strip():
-                try:
-                    yield json.loads(line)
-                except json.JSONDecodeError as error:
-                    raise UserError(f"{path}: line {number} is not valid JSON: {error.msg}.") from error
 
 
 def parse_row(row: int, value: Any, attr: Attributes) -> Conversation:
@@ -227,18 +184,6 @@ def _check_order(turns: list[Turn]) -> None:
             f"turns are {', '.join(roles)}; expected an optional system, "
             "then user and assistant in turn, the answer last"
         )
-
-
-def refuse(path: Path, total: int, faults: list[tuple[int, str]]) -> None:
-    """Raise one error that names every faulty row of a file, the first with their reasons; nothing without faults."""
-    if not faults:
-        return
-    lines = [f"  row {row}: {reason}" for row, reason in faults[:LISTED]]
-    rest = [row for row, _ in faults[LISTED:]]
-    more = [f"  and rows {ranges(rest)}"] if rest else []
-    raise UserError(
-        "\n".join([f"{path}: {len(faults)} of {total} rows refused (rows are counted from 0)", *lines, *more])
-    )
 
 
 def ranges(numbers: Iterable[int]) -> str:

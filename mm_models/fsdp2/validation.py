@@ -17,7 +17,7 @@ from mm_models.config.fsdp2 import RunConfig, resolved
 from mm_models.config.fsdp2.platform import check_platform
 from mm_models.config.fsdp2.plugins import load as load_plugins
 from mm_models.config.model import ModelConfig
-from mm_models.data.rows import find_file
+from mm_models.data.files import find_files
 from mm_models.errors import UserError
 from mm_models.fsdp2 import sources
 from mm_models.fsdp2.features import determinism, profiler
@@ -80,9 +80,8 @@ def plan(config: RunConfig, world: int, platform: str) -> RunPlan:
     _check_loss(config, shape)
     plans = resolve_plans(config, shape)
     _check_cut(shape, plans, sizes, config.parallel.expert_parallel_size)
-    data = find_file(
-        config.data.dataset_param.basic_parameters.dataset, config.data.dataset_param.basic_parameters.dataset_dir
-    )
+    basic = config.data.dataset_param.basic_parameters
+    data = find_files(basic.files, basic.dataset_dir)
     training = config.training
     batch = training.micro_batch_size * training.gradient_accumulation_steps * world
     lines = [
@@ -92,7 +91,7 @@ def plan(config: RunConfig, world: int, platform: str) -> RunPlan:
         f"model: {config.model.model_id} of {config.model.model_name_or_path}"
         + (f"; experts {layout}" if experts else ""),
         f"weights: {source.describe()}",
-        f"data: {data}",
+        f"data: {', '.join(map(str, data))}",
         *_layout_lines(config, sizes, experts=experts),
         f"batches: global {batch} = micro {training.micro_batch_size} · accumulation {training.gradient_accumulation_steps} · "
         f"{world} ranks; loss {config.features.loss_cfg.loss_type}",

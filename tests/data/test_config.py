@@ -139,11 +139,11 @@ REFUSED = {
     "both masks": (changed(BASIC, train_on_prompt=True, mask_history=True), "contradict each other"),
     "cutoff": (changed(BASIC, cutoff="tokens"), "cutoff.*'turns' or 'drop'.*got 'tokens'"),
     "broken images": (changed(BASIC, on_broken_image="skip"), "on_broken_image.*'refuse' or 'drop'"),
-    "later: cache": (changed(BASIC, overwrite_cache=True), "overwrite_cache: not supported yet"),
-    "later: cache folder": (
-        changed(BASIC, cache_dir="/tmp/c"),
-        "cache_dir: not supported yet.*None or './data/cache_dir'",
-    ),
+    "workers": (changed(BASIC, preprocessing_num_workers=-1), "preprocessing_num_workers.*greater than or equal to 0"),
+    "share": (changed(BASIC, val_rate=1.0), "val_rate.*less than 1"),
+    "two validation sets": (changed(BASIC, val_rate=0.5, val_dataset="v.json"), "val_dataset and val_rate both name"),
+    "weights": (changed(BASIC, dataset="a.json,b.json", dataset_weights=[1.0]), "got 1 weights for 2 files"),
+    "no file": (changed(BASIC, dataset=","), "dataset names no file"),
     "later: tail": (changed(LOADER, drop_last=False), "drop_last: not supported yet"),
 }
 

@@ -166,7 +166,7 @@ REFUSED = {
     "training.lr_min=1.0": "lr_min 1.0 exceeds lr",
     "training.lr_warmup_ratio=1.0": "does not end before the decay",
     "data.dataset_param.basic_parameters.packing=true": "packing",
-    "data.dataset_param.basic_parameters.preprocessing_num_workers=8": "preprocessing_num_workers",
+    "data.dataset_param.basic_parameters.preprocessing_num_workers=-1": "preprocessing_num_workers",
     "tools.profile.profile_type=dynamic": "fixed steps",
 }
 
