@@ -5,9 +5,10 @@ from functools import cache
 import pytest
 
 import tests.harness  # noqa: F401  its preloaded forkserver starts the loader's workers in no time
-from mm_models.data.examine import Examiner, make_processor, make_template
+from mm_models.data.examine import Examiner
 from mm_models.data.processor import load_processor
 from mm_models.data.templates.glm4v_moe import Glm4vMoeTemplate
+from mm_models.registry import table
 from tests.data import kit
 
 
@@ -49,15 +50,30 @@ def processors(folders):
     return made
 
 
+@pytest.fixture(scope="session")
+def templates(processors):
+    """The template of a family, with options."""
+
+    @cache
+    def made(family, **options):
+        name = kit.TEMPLATES[family]
+        return table("templates").get(name)(processors(family), name=name, **options)
+
+    return made
+
+
 @pytest.fixture
-def examine(folders, processors, tmp_path):
+def examine(folders, processors, templates, tmp_path):
     """What a row becomes; images are relative to `tmp_path`, a change goes into data.json."""
 
     def run(row, *, family="glm4v_moe", decode=True, **changes):
         config = kit.data_config(folders(family), tmp_path, template=kit.TEMPLATES[family], **changes)
-        bounds = {key: value for key, value in changes.items() if key in ("image_min_pixels", "image_max_pixels")}
-        processor = make_processor(config) if bounds else processors(family)
-        template = make_template(config, processor)
+        picked = {key: {k: changes[k] for k in keys if k in changes} for key, keys in SHAPING.items()}
+        processor, template = processors(family, **picked["bounds"]), templates(family, **picked["masks"])
         return Examiner(config, processor, template, base=str(tmp_path), decode=decode).examine(0, row)
 
     return run
+
+
+SHAPING = {"bounds": ("image_min_pixels", "image_max_pixels"), "masks": ("mask_history", "train_on_prompt")}
+"""Keys of data.json that the processor and the template take."""
