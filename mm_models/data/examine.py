@@ -82,23 +82,34 @@ class Examiner:
         row, limit, notes = conversation.row, self._basic.cutoff_len, ()
         sources = tuple(images.resolve(image, self._base) for image in conversation.images)
         grids = tuple(map(self._grid, sources))
-        turns = conversation.turns
-        encoded = self._encode(turns, grids)
-        if self._basic.cutoff == "turns":
-            while len(encoded.ids) > limit and sum(turn.role == "user" for turn in turns) > 1:
-                turns = turns[:-2]
-                grids = grids[: sum(turn.text.count(rows.IMAGE_MARK) for turn in turns)]
-                encoded = self._encode(turns, grids)
-                notes = (f"turns at the end left out to fit cutoff_len {limit}",)
-        notes += encoded.notes
+        encoded = self._encode(conversation.turns, grids)
         if len(encoded.ids) > limit:
-            return Outcome(row=row, dropped=f"longer than cutoff_len {limit}", notes=encoded.notes)
+            encoded = self._cut(conversation.turns, grids) if self._basic.cutoff == "turns" else None
+            if encoded is None:
+                return Outcome(row=row, dropped=f"longer than cutoff_len {limit}")
+            notes = (f"turns at the end left out to fit cutoff_len {limit}",)
+        notes += encoded.notes
         if not encoded.answered:
             return Outcome(row=row, dropped="no answer to learn from", notes=notes)
+        kept = encoded.images
         sample = Sample(
-            id=row, ids=array("i", encoded.ids), trained=encoded.trained, images=sources[: len(grids)], grids=grids
+            id=row, ids=array("i", encoded.ids), trained=encoded.trained, images=sources[:kept], grids=grids[:kept]
         )
         return Outcome(row=row, sample=sample, notes=notes)
+
+    def _cut(self, turns: Sequence[Turn], grids: Sequence[Grid]) -> Encoded | None:
+        """As many of the first questions with their answers as fit, found by halving; None where the first does not."""
+        ends = [index + 2 for index, turn in enumerate(turns) if turn.role == "user"]
+        found, fits, too_long = None, 0, len(ends)
+        while too_long - fits > 1:
+            middle = (fits + too_long) // 2
+            kept = turns[: ends[middle - 1]]
+            encoded = self._encode(kept, grids[: sum(turn.text.count(rows.IMAGE_MARK) for turn in kept)])
+            if len(encoded.ids) > self._basic.cutoff_len:
+                too_long = middle
+            else:
+                found, fits = encoded, middle
+        return found
 
     def _encode(self, turns: Sequence[Turn], grids: Sequence[Grid]) -> Encoded:
         merge = self._processor.image_processor.merge_size**2

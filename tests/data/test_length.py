@@ -61,6 +61,12 @@ def test_every_cutoff(examine, processors, names, family):
     assert examine(row, family=family, cutoff_len=lengths[-1], cutoff="drop").sample == whole[-1]
 
 
+def test_a_very_long_conversation_is_cut_quickly(examine):
+    """A thousand questions: not one attempt per question."""
+    found = examine(kit.row(*["q", "a"] * 1000), cutoff_len=1024).sample
+    assert 1000 < len(found.ids) <= 1024 and found == examine(kit.row(*["q", "a"] * (len(found.trained)))).sample
+
+
 def test_what_is_left_may_have_no_answer(examine):
     """B14: the first answer is empty, the one that was cut was not."""
     found = examine(kit.row("q", "", "q", "a long answer"), cutoff_len=20)

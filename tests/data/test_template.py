@@ -17,7 +17,7 @@ from tests.data import kit
 from tests.data.chats import LITERALS, PICTURES, TEXT, conversations, counts, fuzz, trained
 
 
-@fuzz(300)
+@fuzz(60)
 @given(conversation=conversations(), thinking=st.booleans())
 def test_ids_equal_the_processors(processor, template, no_think_template, conversation, thinking):
     """Multi-turn, multi-image, system, empty, unicode, thoughts: our ids are Hugging Face's and one end token."""
@@ -28,7 +28,7 @@ def test_ids_equal_the_processors(processor, template, no_think_template, conver
     assert list(encoded.ids) == expected + [processor.tokenizer.convert_tokens_to_ids("<|user|>")]
 
 
-@fuzz(200)
+@fuzz(40)
 @given(
     conversation=conversations(
         question=st.lists(TEXT | st.sampled_from([*LITERALS, IMAGE_MARK]), max_size=4).map("".join),
@@ -53,7 +53,7 @@ def no_think_template(processor):
     return Glm4vMoeTemplate(processor, name="glm4v_moe", enable_thinking=False)
 
 
-@fuzz(200)
+@fuzz(40)
 @given(texts=st.lists(TEXT, min_size=2, max_size=8).filter(lambda texts: len(texts) % 2 == 0))
 def test_labels_are_the_answers_and_their_end_tokens(processor, template, texts):
     expected = [text.strip() + "<|user|>" for text in texts[1::2]]

@@ -75,6 +75,7 @@ class Encoded:
 
     ids: tuple[int, ...]
     trained: tuple[Span, ...]
+    images: int
     answered: bool
     notes: tuple[str, ...] = ()
 
@@ -153,6 +154,7 @@ class ChatTemplate:
         return Encoded(
             ids=tuple(ids),
             trained=_spans(flags),
+            images=slots,
             answered=rendered.answered,
             notes=rendered.notes + self._literal_notes(turns),
         )
