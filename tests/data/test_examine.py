@@ -8,17 +8,22 @@ import re
 
 import pytest
 import torch
+from hypothesis import given
 
 from mm_models.components.loss import IGNORE
+from mm_models.config.fsdp2.run import load_config
 from mm_models.data.examine import Examiner, make_processor, make_template
 from mm_models.data.images import ImageBytes, load_rgb
 from mm_models.data.loader import build_loader
+from mm_models.data.processor import image_grid, load_processor
 from mm_models.errors import UserError
 from tests.data import kit
+from tests.data.chats import WITH_IMAGES, conversations, counts, fuzz
 
 FORMATS = ["glm4v_moe", "glm4v", "qwen2_vl"]
 ENDS = {"glm4v_moe": "<|user|>", "glm4v": "<|user|>", "qwen2_vl": "<|im_end|>"}
 GOOD = kit.row("hello", "world")
+YAML = kit.QUICKSTART.parent / "glm4.5v" / "glm4_5v_debug.yaml"
 
 
 def encoded(image, form="PNG"):
@@ -112,6 +117,17 @@ class TestPrompts:
         assert trained(processors(family), found) == PROMPTS[family]
         assert found.ids == plain.ids and found.labelled > plain.labelled
 
+    @pytest.mark.parametrize("family", ["glm4v", "qwen2_vl"])
+    @fuzz(25)
+    @given(conversation=conversations(question=WITH_IMAGES, answer=WITH_IMAGES))
+    def test_only_images_are_left_out(self, processors, templates, family, conversation):
+        """Where the template adds no thought: every other token is trained."""
+        turns, pictures = conversation
+        tokens = counts(processors(family), pictures)
+        found = templates(family, train_on_prompt=True).encode(turns, tokens)
+        assert found.ids == templates(family).encode(turns, tokens).ids
+        assert len(found.ids) - sum(end - start for start, end in found.trained) == sum(tokens) + 2 * len(tokens)
+
     def test_a_prompt_alone_is_enough_to_learn_from(self, examine):
         assert examine(kit.row("q", "")).dropped == "no answer to learn from"
         assert examine(kit.row("q", ""), train_on_prompt=True).sample
@@ -167,6 +183,21 @@ class TestMade:
         found = Examiner.load(config, decode=True).examine(5, row).sample
         assert found.id == 5 and found.grids == ((1, 4, 4),)
         assert found.ids == examine(row, image_max_pixels=56 * 56).sample.ids != examine(row).sample.ids
+
+    @pytest.mark.parametrize("family", FORMATS)
+    @pytest.mark.parametrize(
+        ("least", "most", "side", "tokens"), [(784, 112 * 112, 560, 16), (224 * 224, 448 * 448, 56, 64)]
+    )
+    def test_bounds_act_from_the_yaml_and_are_saved(self, folders, tmp_path, family, least, most, side, tokens):
+        """B49: what the YAML of the FSDP2 target says in its data section, an override too."""
+        bounds = {"image_min_pixels": least, "image_max_pixels": most, "model_name_or_path": str(folders(family))}
+        key = "data.dataset_param.preprocess_parameters"
+        config = load_config(YAML, [f"{key}.{name}={value}" for name, value in bounds.items()]).data
+        make_processor(config).save_pretrained(tmp_path / "saved")
+        for processor in (make_processor(config), load_processor(tmp_path / "saved")):
+            made = processor.image_processor(images=[kit.pattern(side, side)], return_tensors="pt")
+            assert len(made["pixel_values"]) == 4 * tokens
+            assert image_grid(processor, side, side) == tuple(made["image_grid_thw"][0].tolist())
 
     def test_no_slow_tokenizer(self, folder, tmp_path):
         config = kit.data_config(folder, tmp_path, use_fast_tokenizer=False)
