@@ -23,7 +23,7 @@ from torch import Tensor
 
 from mm_models.components.loss import IGNORE
 from mm_models.data.images import load_rgb
-from mm_models.data.sample import Sample
+from mm_models.data.sample import Sample, SampleError
 from mm_models.errors import UserError
 
 NEEDS = frozenset({"ids", "positions", "labels", "grid", "pixels"})
@@ -99,13 +99,15 @@ class VisionLanguageCollator:
         pixels = []
         for sample in samples:
             for source, grid in zip(sample.images, sample.grids, strict=True):
-                made = self._images(images=[load_rgb(source)], return_tensors="pt")
+                try:
+                    image = load_rgb(source)
+                except UserError as error:  # it was in order when the row was examined
+                    raise SampleError(sample.id, str(error)) from error
+                made = self._images(images=[image], return_tensors="pt")
                 found = tuple(made["image_grid_thw"][0].tolist())
                 if found != grid:
-                    raise UserError(
-                        f"row {sample.id}, image {str(source)!r}: its pixels give grid {found}, "
-                        f"its header gave {grid} at the start; the file has changed."
-                    )
+                    reason = f"image {str(source)!r}: its pixels give grid {found}, its header gave {grid} at the start"
+                    raise SampleError(sample.id, f"{reason}; the file has changed.")
                 pixels.append(made["pixel_values"])
         return torch.cat(pixels)
 

@@ -66,7 +66,7 @@ class ChatDataset:
         remarks = []
         if (basic.preprocessing_num_workers or 0) > cores():
             remarks = [
-                f"preprocessing_num_workers {basic.preprocessing_num_workers}: no more than {cores()} cores' worth"
+                f"preprocessing_num_workers {basic.preprocessing_num_workers}: at most {cores()} processes, one a core"
             ]
         places = Places(files=paths, starts=counts.starts)
         self.report = Report(places=places, counts=counts, remarks=tuple(remarks))

@@ -21,6 +21,7 @@ from mm_models.data.examine import make_processor, make_template
 from mm_models.data.preload import preloaded
 from mm_models.data.processor import pixel_bounds
 from mm_models.data.report import Report
+from mm_models.data.sample import Sample, SampleError
 from mm_models.data.sampler import SAMPLERS, BaseRandomBatchSampler
 from mm_models.errors import UserError
 from mm_models.registry import table
@@ -43,10 +44,12 @@ class Loader:
         workers: int,
         pin: bool,
         preload: bool,
+        images: bool,
     ):
+        """`images`: whether the model takes any."""
         self.dataset, self.sampler, self.collator = dataset, sampler, collator
         self.processor, self.template = processor, template
-        self._workers, self._preload = workers, preload
+        self._workers, self._preload, self._images = workers, preload, images
         self._device = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
         self._pin = (pin or preload) and self._device is not None
 
@@ -81,7 +84,7 @@ class Loader:
     def _batches(self) -> Iterator[Batch]:
         workers = {"num_workers": self._workers, "multiprocessing_context": "forkserver"} if self._workers else {}
         loader = DataLoader(
-            _Batches(self.dataset, self.collator),
+            _Batches(self.dataset, self.collator, images=self._images),
             sampler=self.sampler,
             batch_size=None,  # the sampler gives whole micro-batches
             collate_fn=_as_it_is,
@@ -100,34 +103,40 @@ class Loader:
                     f"{error}. When memory ran out (or /dev/shm), lower dataloader_param.num_workers (now {self._workers})."
                 ) from error
             if isinstance(batch, _Refused):
-                raise UserError(batch.reason)
+                raise UserError(str(batch))
             yield batch
 
 
 class _Refused(str):
-    """A UserError on its way out of a worker, where only its text matters."""
-
-    @property
-    def reason(self) -> str:
-        return str(self)
+    """The text of a UserError on its way out of a worker."""
 
 
 class _Batches(Dataset):
     """Micro-batches by their list of indices."""
 
-    def __init__(self, dataset: Any, collator: Any):
-        self._dataset, self._collator = dataset, collator
+    def __init__(self, dataset: Any, collator: Any, *, images: bool):
+        self._dataset, self._collator, self._images = dataset, collator, images
 
     def __getitem__(self, indices: list[int]) -> Batch | _Refused:
         samples = []
         try:
             samples += [self._dataset[index] for index in indices]
+            if not self._images:
+                _refuse_images(samples)
             return self._collator(samples)
+        except SampleError as error:
+            return _Refused(f"{self._dataset.report.places.name(error.row)}, {error.reason}")
         except UserError as error:
             return _Refused(error)
         except Exception as error:
             rows = ", ".join(str(sample.id) for sample in samples) or f"of indices {indices}"
             raise RuntimeError(f"preparing rows {rows} failed: {error!r}") from error
+
+
+def _refuse_images(samples: list[Sample]) -> None:
+    for sample in samples:
+        if sample.images:
+            raise SampleError(sample.id, "an image, and the model has no image_encoder.")
 
 
 def _as_it_is(batch: Any) -> Any:
@@ -196,6 +205,7 @@ def build_loader(
         workers=options.num_workers if "pixels" in needs else 0,  # nothing else is worth a process
         pin=options.pin_memory,
         preload=options.enable_preload,
+        images=model_config.vision is not None,
     )
 
 

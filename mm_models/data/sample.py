@@ -8,6 +8,15 @@ from pathlib import Path
 
 from mm_models.data.images import ImageBytes
 from mm_models.data.templates.base import Span
+from mm_models.errors import UserError
+
+
+class SampleError(UserError):
+    """What is wrong with a sample when it is used; `row` is its id."""
+
+    def __init__(self, row: int, reason: str):
+        super().__init__(f"row {row}, {reason}")
+        self.row, self.reason = row, reason
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
