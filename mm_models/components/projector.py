@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import nn
 
 
-class GlmMerger(nn.Module):
+class GatedMerger(nn.Module):
     """GLM's patch merger: linear, LayerNorm, exact GELU, then a SwiGLU. (tokens, size) -> (tokens, size), no linear biases."""
 
     def __init__(self, *, size: int, intermediate: int, eps: float = 1e-5, dtype: torch.dtype | None = None):

@@ -12,11 +12,11 @@ from megatron.core.transformer import ModuleSpec, TransformerConfig
 from megatron.core.transformer.spec_utils import build_module
 from torch import nn
 
-from mm_models.components.projector import GlmMerger
+from mm_models.components.projector import GatedMerger
 
 
-class WholeMerger(GlmMerger):
-    """GLM's merger, the same on every TP rank."""
+class WholeMerger(GatedMerger):
+    """The gated merger, the same on every TP rank."""
 
     def __init__(self, *, config: TransformerConfig, size: int, intermediate: int):
         super().__init__(size=size, intermediate=intermediate)

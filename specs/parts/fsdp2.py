@@ -9,7 +9,7 @@ from __future__ import annotations
 from functools import partial
 
 from mm_models.components.norm import LayerNorm, RMSNorm
-from mm_models.components.projector import GlmMerger
+from mm_models.components.projector import GatedMerger
 from mm_models.components.vision import PatchEmbed
 from mm_models.errors import UserError
 from mm_models.fsdp2.assembly import Replacement
@@ -122,7 +122,7 @@ def downsample(module, config, context):
 
 
 def glm_merger(module, config, context):
-    return GlmMerger(
+    return GatedMerger(
         size=config.out_hidden_size, intermediate=config.intermediate_size, eps=module.post_projection_norm.eps
     )
 

@@ -114,7 +114,7 @@ def components_case(rank: int, family: str) -> dict:
     }
 
 
-GLM_TOWER = {"projector.GlmMerger", "vision.Downsample", "vision.InterpolatedPositions", "vision.PatchEmbed"}
+GLM_TOWER = {"projector.GatedMerger", "vision.Downsample", "vision.InterpolatedPositions", "vision.PatchEmbed"}
 COMPONENTS = {
     "glm4v_moe": GLM_TOWER | {"moe.Experts", "moe.Router", "norm.RMSNorm"},
     "glm4v": GLM_TOWER | {"norm.RMSNorm"},
@@ -129,8 +129,8 @@ def test_both_targets_hold_the_same_components(family):
     (found,) = run(components_case, 1, family, timeout=60)
     megatron, ours = found["classes"]
     assert ours == megatron == COMPONENTS[family]
-    # Conv3d and LayerNorm stand inside PatchEmbed and GlmMerger; the head is a linear with the loss component in its call.
-    inside = {"LayerNorm"} if "projector.GlmMerger" in ours else set()
+    # Conv3d and LayerNorm stand inside PatchEmbed and GatedMerger; the head is a linear with the loss component in its call.
+    inside = {"LayerNorm"} if "projector.GatedMerger" in ours else set()
     assert found["other"] == {"Linear", "Embedding", "Conv3d", "Head"} | inside
     megatron, ours = found["functions"]
     assert megatron - ours == {"windows.reorder"}  # Hugging Face's own tower does it by the same order
