@@ -3,8 +3,7 @@
 The run of the field's own test: TP2 · PP2, micro-batch 1, accumulation 2, 3 steps, seed 42, no --load, 20 samples in file order, the
 distributed optimizer. A global batch is the same samples either way. With accumulation 2 the four gradients are added in another
 order, (a + c) + (b + d) instead of ((a + b) + c) + d: what no such sum has touched is bit-equal, the first loss, and six
-significant digits are the rest. With accumulation 1 the sum is a + b either way: every loss is bit-equal. Norms are sums over ranks,
-of which there are twice as many: equal to 8 digits then.
+significant digits are the rest. With accumulation 1 the sum is a + b either way: every loss is bit-equal, norms to seven digits.
 """
 
 from __future__ import annotations
