@@ -96,11 +96,12 @@ class Loader:
         while True:
             try:
                 batch = next(batches)
-            except RuntimeError as error:
-                if "exited unexpectedly" not in str(error):
+            except (RuntimeError, EOFError, OSError) as error:
+                if isinstance(error, RuntimeError) and "exited unexpectedly" not in str(error):
                     raise
                 raise UserError(
-                    f"{error}. When memory ran out (or /dev/shm), lower dataloader_param.num_workers (now {self._workers})."
+                    f"a worker process of the loader died ({error!r}). When memory ran out, or /dev/shm, lower "
+                    f"dataloader_param.num_workers (now {self._workers})."
                 ) from error
             if isinstance(batch, _Refused):
                 raise UserError(str(batch))

@@ -10,7 +10,7 @@ from typing import Any
 
 from PIL import Image
 
-from mm_models.config.data import Attributes, DataConfig
+from mm_models.config.data import Attributes, DataConfig, DataloaderParam
 from mm_models.config.model import ModelConfig
 from mm_models.config.strict import validate
 from mm_models.data.rows import IMAGE_MARK, Turn
@@ -91,7 +91,8 @@ def data_config(folder: Path, dataset_dir: Path, rows: list[Any] | None = None, 
         value["dataloader_param"]["collate_param"],
     ]
     for key, new in changes.items():
-        rest = sections[2] if key in Attributes.model_fields else sections[0]
+        homes = ((Attributes, sections[2]), (DataloaderParam, sections[3]))
+        rest = next((section for schema, section in homes if key in schema.model_fields), sections[0])
         next((section for section in sections if key in section), rest)[key] = new
     if "model_name" in changes:
         sections[-1] |= {"model_name": sections[0].pop("model_name"), "collator_id": None}

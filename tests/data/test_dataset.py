@@ -105,3 +105,52 @@ def test_the_base_folder_of_the_file_is_tried_second(make, folder, processor, te
     config = kit.data_config(folder, tmp_path, [GOOD], dataset="train.json")
     assert ChatDataset(config, processor, template).report.places.files == (Path(tmp_path, "train.json"),)
     assert not os.path.exists("train.json")
+
+
+@pytest.fixture
+def several(folder, processor, template, tmp_path):
+    """Files of 5, 3 and 4 rows; rows 1 and 6 have no answer. `open` opens a split of them."""
+    texts = [kit.row(f"row {index}", "" if index in (1, 6) else "a") for index in range(12)]
+    (tmp_path / "a.json").write_text(json.dumps(texts[:5]))
+    (tmp_path / "b.jsonl").write_text("\n".join(map(json.dumps, texts[5:8])))
+    (tmp_path / "c.json").write_text(json.dumps(texts[8:]))
+
+    def open_split(split="train", **changes):
+        changes = {"dataset": "a.json, b.jsonl,c.json"} | changes
+        return ChatDataset(kit.data_config(folder, tmp_path, **changes), processor, template, split=split)
+
+    return open_split
+
+
+def ids(found):
+    return [sample.id for sample in found]
+
+
+class TestSeveralFiles:
+    def test_rows_are_numbered_through_and_named_within(self, several, tmp_path):
+        found = several()
+        assert ids(found) == [0, 2, 3, 4, 5, 7, 8, 9, 10, 11] and found.sizes == (4, 2, 4)
+        assert ids(several(dataset=["a.json", "b.jsonl", "c.json"])) == ids(found)
+        lines = found.report.lines()
+        assert lines[1:4] == [f"data {tmp_path}/{name} rows" for name in ("a.json: 4", "b.jsonl: 2", "c.json: 4")]
+        assert lines[4].endswith(f"2 rows: {tmp_path}/a.json 1; {tmp_path}/b.jsonl 1")
+
+    def test_refused_rows_are_named_within_their_file(self, several, tmp_path):
+        (tmp_path / "c.json").write_text(json.dumps([GOOD, 5, GOOD, 7]))
+        with pytest.raises(
+            UserError, match=r"2 of 12 rows refused(?s:.*)c.json: row 1: got int(?s:.*)c.json: row 3: got int"
+        ):
+            several()
+
+    def test_max_samples_counts_through_all_files(self, several):
+        assert ids(several(max_samples=6)) == [0, 2, 3, 4, 5]
+
+    def test_val_rate_keeps_the_last_share_of_each_file(self, several):
+        """floor(0.5 x rows): 2, 1 and 2."""
+        assert ids(several(val_rate=0.5)) == [0, 2, 5, 8, 9]
+        found = several("valid", val_rate=0.5)
+        assert ids(found) == [3, 4, 7, 10, 11] and found.sizes == (2, 1, 2) and found.report.rows == 5
+        assert ids(several("valid", val_rate=0.5, val_max_samples=3)) == [3, 4, 7]
+        assert ids(several("valid", val_rate=0.5, max_samples=4)) == [2, 3]
+        with pytest.raises(UserError, match=r"val_rate 0.1 of 5 and 3 and 4 rows is no row"):
+            several("valid", val_rate=0.1)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+import json
+import multiprocessing
 
 import pytest
 import torch
@@ -59,14 +61,74 @@ def test_batches_do_not_depend_on_workers(load, workers):
         assert all(torch.equal(left[key], right[key]) for key in left if key != "sample_ids")
 
 
-@pytest.mark.parametrize(("stop", "workers"), [(3, 0), (9, 0), (3, 2), (9, 2)])
-def test_resume_in_mid_epoch(load, stop, workers):
-    """B40: five steps an epoch; what workers had prefetched is neither skipped nor repeated."""
-    whole = sample_ids(load(dp_rank=1, dp_size=2), 24)
-    data = {"num_workers": workers}
-    before = sample_ids(load(dp_rank=1, dp_size=2, data=data), 2 * stop)
-    after = sample_ids(load(dp_rank=1, dp_size=2, consumed_samples=4 * stop, data=data), 24 - 2 * stop)
-    assert before + after == whole
+@pytest.mark.parametrize("stop", [3, 9])
+@pytest.mark.parametrize(("before", "after"), [(0, 2), (2, 0)])
+def test_resume_in_mid_epoch(load, stop, before, after):
+    """B40: five steps an epoch; what workers had prefetched is neither skipped nor repeated, and DP and the number of
+    workers may change."""
+    whole = sample_ids(load(), 48)
+    ranks = [sample_ids(load(dp_rank=rank, dp_size=2, data={"num_workers": before}), 2 * stop) for rank in range(2)]
+    first = [found for step in zip(*ranks, strict=True) for found in step]
+    rest = load(micro_batch_size=2, consumed_samples=4 * stop, data={"num_workers": after})
+    assert first + [[id] for micro in sample_ids(rest, 24 - 2 * stop) for id in micro] == whole
+    assert len({id for (id,) in whole[:20]}) == 20
+
+
+def test_weights_set_how_often_a_file_comes(load, base):
+    (base / "more.jsonl").write_text(json.dumps(kit.row("q", "a")) + "\n")
+    data = {"dataset": [str(base / "train.json"), str(base / "more.jsonl")], "dataset_weights": [1.0, 5.0]}
+    found = [id for micro in sample_ids(load(data=data), 28) for id in micro]
+    assert found.count(23) == 5 and len(set(found)) == 24
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_rows_examined_when_drawn_give_the_same_batches(load, workers):
+    plain = list(itertools.islice(load(micro_batch_size=2), 4))
+    data = {"preprocess_on_fly": True, "num_workers": workers}
+    for left, right in zip(plain, itertools.islice(load(micro_batch_size=2, data=data), 4), strict=True):
+        assert left.keys() == right.keys()
+        assert all(torch.equal(left[key], right[key]) for key in left if key != "sample_ids")
+
+
+def test_options_of_an_accelerator_change_nothing_without_one(load):
+    data = {"pin_memory": True, "enable_preload": True}
+    assert sample_ids(load(data=data), 24) == sample_ids(load(), 24)
+    assert "data enable_preload has no effect without an accelerator" in load(data=data).lines()
+    assert not any("enable_preload" in line for line in load().lines())
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+class TestFaults:
+    """What goes wrong while samples are prepared names file and row, from a worker too."""
+
+    def load(self, folder, processor, tmp_path, workers, **data):
+        rows = [kit.row("<image>", "a", images=[kit.picture(tmp_path / f"{k}.png", seed=k).name]) for k in range(4)]
+        config = kit.data_config(folder, tmp_path, rows, num_workers=workers, shuffle=False, **data)
+        return build_loader(config, model_config=kit.model_config(processor), global_batch_size=1)
+
+    def test_an_image_that_went_away(self, folder, processor, tmp_path, workers):
+        loader = self.load(folder, processor, tmp_path, workers)
+        (tmp_path / "2.png").unlink()
+        batches = iter(loader)
+        assert [next(batches)["sample_ids"] for _ in range(2)] == [[0], [1]]
+        with pytest.raises(UserError, match=rf"^{tmp_path}/train.json: row 2, image '{tmp_path}/2.png': no such file"):
+            next(batches)
+
+    def test_an_error_of_our_own(self, folder, processor, tmp_path, workers):
+        loader = self.load(folder, processor, tmp_path, workers)
+        loader.collator._images.rescale_factor = "no number"
+        with pytest.raises(RuntimeError, match="preparing rows 0 failed"):
+            next(iter(loader))
+
+
+def test_a_killed_worker_names_the_setting(load):
+    batches = iter(load(data={"num_workers": 1}))
+    next(batches)
+    for process in multiprocessing.active_children():
+        if "Loader" in process.name or process.name.startswith("ForkServerProcess"):
+            process.kill()
+    with pytest.raises(UserError, match=r"of the loader died .*lower dataloader_param.num_workers \(now 1\)"):
+        sample_ids(batches, 40)
 
 
 def test_the_training_s_random_state_is_left_alone(load):

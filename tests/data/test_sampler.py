@@ -79,6 +79,49 @@ def test_the_hash_seed_does_not_matter():
     assert len(orders) == 1
 
 
+def weighted(parts, *, epochs=1, **options):
+    sampler = BaseRandomBatchSampler(
+        sum(size for size, _ in parts), micro_batch_size=1, global_batch_size=4, parts=parts, **options
+    )
+    return [sampler.order(epoch) for epoch in range(epochs)]
+
+
+class TestWeights:
+    def test_whole_copies_and_another_part_each_epoch(self):
+        orders = weighted([(10, 2.5), (4, 1.0), (20, 0.3)], epochs=4)
+        parts = set()
+        for order in orders:
+            counts = [order.count(index) for index in range(34)]
+            assert sorted(counts[:10]) == [2] * 5 + [3] * 5 and counts[10:14] == [1] * 4
+            assert sorted(counts[14:]) == [0] * 14 + [1] * 6
+            parts.add(tuple(counts))
+        assert len(parts) == 4
+
+    def test_weights_of_one_change_nothing(self):
+        assert weighted([(10, 1.0), (13, 1.0)], epochs=3) == weighted([(23, 1)], epochs=3)
+        assert steps(12, parts=[(10, 1.0), (13, 1.0)]) == steps(12)
+
+    def test_without_shuffle_the_files_come_one_after_the_other(self):
+        (order,) = weighted([(3, 2.0), (4, 0.5)], shuffle=False)
+        assert order[:6] == [0, 1, 2, 0, 1, 2] and order[6:] == sorted(order[6:]) and len(order) == 8
+
+    @pytest.mark.parametrize("dp", [1, 2, 4])
+    def test_steps_and_resume_do_not_depend_on_dp(self, dp):
+        parts = [(7, 1.5), (16, 0.6)]
+        assert steps(12, dp=dp, parts=parts) == steps(12, parts=parts)
+        assert steps(5, dp=dp, parts=parts, consumed_samples=28) == steps(12, parts=parts)[7:]
+
+    def test_seeds_differ(self):
+        assert weighted([(9, 0.5), (9, 2.0)], seed=1) != weighted([(9, 0.5), (9, 2.0)], seed=2)
+
+    def test_a_file_that_would_have_no_place(self):
+        with pytest.raises(UserError, match=r"weight 0.04 of a file with 10 samples leaves it no place"):
+            weighted([(10, 1.0), (10, 0.04)])
+
+    def test_a_file_of_which_nothing_was_kept(self):
+        assert sorted(weighted([(0, 2.0), (5, 2.0)])[0]) == sorted([*range(5)] * 2)
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
