@@ -1,8 +1,12 @@
-"""`mm-models`: what is registered, one entry taken apart, and a model.json from a Hugging Face config.
+"""`mm-models`: what is registered, one entry taken apart, a model.json from a Hugging Face config, and tools around data.
 
     mm-models list [--table T]
     mm-models show MODEL_ID
     mm-models init --hf DIR [--tp 2 --pp 4 --vpp 1 --ep 2] [-o model.json]
+    mm-models view-data --mm-data data.json --index I [--html page.html]
+    mm-models tokens show | compare | dump
+    mm-models convert-data llava --annotations FILE --images DIR
+    mm-models make-data --samples N --out DIR
 
 Nothing but plain strings is loaded by `list`; no command loads torch, transformers or megatron unless an entry's own module does.
 """
@@ -16,6 +20,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from mm_models.cli import convert_data, make_data, tokens, view_data
 from mm_models.cli.parser import StrictParser, finish, layer_lists, positive
 from mm_models.errors import UserError, nearest
 
@@ -136,7 +141,15 @@ def _init(arguments: Sequence[str]) -> int:
     return 0
 
 
-COMMANDS = {"list": _list, "show": _show, "init": _init}
+COMMANDS = {
+    "list": _list,
+    "show": _show,
+    "init": _init,
+    "tokens": tokens.main,
+    "view-data": view_data.main,
+    "convert-data": convert_data.main,
+    "make-data": make_data.main,
+}
 
 
 def _plugin_option(parser: StrictParser) -> None:

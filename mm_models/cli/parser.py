@@ -66,6 +66,12 @@ def positive(text: str) -> int:
     return int(text)
 
 
+def natural(text: str) -> int:
+    if not text.isdecimal():
+        raise argparse.ArgumentTypeError(f"got {text!r}, expected a whole number of at least 0")
+    return int(text)
+
+
 def finish(prog: str, run: Callable[[], int]) -> int:
     """Run a command; the exit status."""
     try:

@@ -7,6 +7,7 @@ loader at the resumed position, then step, report and save until done. What is c
 from __future__ import annotations
 
 import time
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
 import torch
@@ -20,7 +21,7 @@ from mm_models.fsdp2.schedule_lr import Schedule
 from mm_models.fsdp2.session import Session
 from mm_models.fsdp2.step import StepResult, train_step
 from mm_models.fsdp2.validation import RunPlan
-from mm_models.train import batches, ending, log, watch
+from mm_models.train import batches, ending, log, tokens, watch
 from mm_models.train.flops import batch_flops
 from mm_models.train.progress import Progress
 from mm_models.train.signals import Signals
@@ -46,6 +47,7 @@ def train(plan: RunPlan) -> None:
     """Train as `plan` says. Raises `UserError` for the user's mistakes and `StoppedBySignal` after a clean stop."""
     checkpoint.check_source(plan)
     checkpoint_save.check_folder(plan.config.training.save)
+    tokens.check_folder(_dump_folder(plan))
     lines = start.make_deterministic(plan)
     session = sessions.start(plan)
     signals = Signals()
@@ -89,7 +91,8 @@ def run(trainer: Trainer, state: Progress, signals: Signals) -> None:
     if saver:
         log.say(session.rank, *checkpoint_save.told_of_later(training.save, state.iteration))
     stop = None
-    with Tools(session.plan.config.tools, rank=session.rank, device=session.device) as tools:
+    tools = Tools(session.plan.config.tools, rank=session.rank, device=session.device)
+    with tools, _token_dump(trainer):
         for iteration in range(state.iteration + 1, training.train_iters + 1):
             session.position.step = iteration
             tools.step(iteration)
@@ -109,6 +112,24 @@ def run(trainer: Trainer, state: Progress, signals: Signals) -> None:
         saver.finish()
     saved = f"saved at iteration {state.iteration} in {training.save}" if saver else "not saved (training.save is null)"
     ending.end(journal, state, stop=stop, saved=saved, rank=session.rank, train_iters=training.train_iters)
+
+
+def _dump_folder(plan: RunPlan) -> str | None:
+    dump = plan.config.tools.token_dump
+    return dump.dir if dump.enable else None
+
+
+def _token_dump(trainer: Trainer) -> AbstractContextManager[None]:
+    """`tools.token_dump`: what the model is handed on this rank."""
+    session, plan = trainer.session, trainer.session.plan
+    return tokens.recording(
+        trainer.model,
+        session.position,
+        folder=_dump_folder(plan),
+        batches=plan.config.tools.token_dump.batches,
+        place=tokens.Place(dp_rank=session.rank, dp_size=plan.dp),
+        tokenizer=plan.config.data.dataset_param.preprocess_parameters.model_name_or_path,
+    )
 
 
 def one_iteration(trainer: Trainer, state: Progress, loader, journal: log.Journal) -> Progress:

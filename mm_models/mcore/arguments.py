@@ -133,6 +133,8 @@ class Arguments:
     check_batches: int = _flag(
         100, "compare sample ids across model-parallel ranks every N iterations after the first five", least=1
     )
+    dump_tokens: str | None = _flag(None, "folder for the first batches as the model receives them (mm-models tokens)")
+    dump_batches: int = _flag(8, "with --dump-tokens: how many steps", least=1)
     check: bool = _flag(False, "validate flags, files and layout, then stop")
 
     def as_dict(self) -> dict[str, Any]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
 import torch
@@ -21,7 +22,7 @@ from mm_models.mcore.arguments import Arguments
 from mm_models.mcore.session import Session
 from mm_models.mcore.step import StepResult, prepare_chunks, train_step
 from mm_models.registry import load_plugins
-from mm_models.train import batches, ending, log, watch
+from mm_models.train import batches, ending, log, tokens, watch
 from mm_models.train.progress import Progress
 from mm_models.train.session import launcher_rank, world_size
 from mm_models.train.signals import Signals
@@ -47,6 +48,7 @@ def pretrain(datasets_provider: Callable, model_provider: Callable, forward_step
     load_plugins(args.plugin)
     plan = validation.plan(args, world_size(), device=devices.device_type())
     start.check_freeze(plan)
+    tokens.check_folder(args.dump_tokens)
     source = checkpoint.check_source(plan)
     if args.check:
         log.say(
@@ -102,19 +104,39 @@ def run(
         tensorboard=args.tensorboard_dir,
     )
     first, saved_at, stop = state.iteration + 1, state.iteration, None
-    for iteration in range(first, args.train_iters + 1):
-        session.position.step = iteration
-        state = one_iteration(trainer, state, loader, forward_step, journal, careful=iteration < first + CAREFUL_STEPS)
-        session.position.at("agreeing to go on")
-        stop = signals.agreed(session.device)
-        leaving = ending.leaving(iteration, stop=stop, train_iters=args.train_iters, exit_interval=args.exit_interval)
-        if args.save and (leaving or (args.save_interval and iteration % args.save_interval == 0)):
-            save(trainer, state)
-            saved_at = iteration
-        if leaving:
-            break
+    with _token_dump(trainer):
+        for iteration in range(first, args.train_iters + 1):
+            session.position.step = iteration
+            state = one_iteration(
+                trainer, state, loader, forward_step, journal, careful=iteration < first + CAREFUL_STEPS
+            )
+            session.position.at("agreeing to go on")
+            stop = signals.agreed(session.device)
+            leaving = ending.leaving(
+                iteration, stop=stop, train_iters=args.train_iters, exit_interval=args.exit_interval
+            )
+            if args.save and (leaving or (args.save_interval and iteration % args.save_interval == 0)):
+                save(trainer, state)
+                saved_at = iteration
+            if leaving:
+                break
     saved = f"saved at iteration {saved_at} in {args.save}" if saved_at == state.iteration else "not saved (no --save)"
     ending.end(journal, state, stop=stop, saved=saved, rank=session.rank, train_iters=args.train_iters)
+
+
+def _token_dump(trainer: Trainer) -> AbstractContextManager[None]:
+    """`--dump-tokens`: what this rank's first chunk is handed, which every other of its chunks is handed too."""
+    session, args = trainer.session, trainer.session.plan.args
+    coords, layout = session.coords, session.layout
+    return tokens.recording(
+        trainer.chunks[0],
+        session.position,
+        folder=args.dump_tokens,
+        batches=args.dump_batches,
+        place=tokens.Place(dp_rank=coords.dp, dp_size=layout.dp, stage=coords.pp, stages=layout.pp),
+        tokenizer=session.plan.data.dataset_param.preprocess_parameters.model_name_or_path,
+        writes=coords.tp == 0,
+    )
 
 
 def one_iteration(

@@ -155,6 +155,8 @@ def _check_start(args: Arguments) -> None:
         _refuse_alone(args, needs_load, "--load")
     if args.save is None:
         _refuse_alone(args, ("save_interval", "no_save_optim"), "--save")
+    if args.dump_tokens is None and args.dump_batches != Arguments.dump_batches:
+        raise UserError("--dump-batches without --dump-tokens would do nothing. Add --dump-tokens or drop it.")
     if args.override_opt_param_scheduler and args.use_checkpoint_opt_param_scheduler:
         raise UserError(
             f"{option('override_opt_param_scheduler')} and {option('use_checkpoint_opt_param_scheduler')} contradict each other; keep one."

@@ -64,12 +64,14 @@ def _experts(asked: bool | None, platform: str) -> list[str]:
 
 
 def _tools(config: RunConfig) -> list[str]:
-    profile, memory = config.tools.profile, config.tools.memory_profile
+    profile, memory, dump = config.tools.profile, config.tools.memory_profile, config.tools.token_dump
     lines = []
     if profile.enable:
         lines.append(f"profiler: ranks {profile.ranks}, traces in {profile.static_param.save_path}")
     if memory.enable:
         lines.append(f"memory record: ranks {memory.dump_ranks}, in {memory.save_path}")
+    if dump.enable:
+        lines.append(f"token dump: the first {dump.batches} steps, in {dump.dir}")
     return lines
 
 

@@ -1,4 +1,4 @@
-"""`tools`: the profiler and the memory snapshot. A section that is not enabled is checked and kept."""
+"""`tools`: the profiler, the memory snapshot and the dump of the first batches. A section that is not enabled is checked and kept."""
 
 from __future__ import annotations
 
@@ -52,6 +52,15 @@ class MemoryProfile(Window):
     max_entries: Count | None = None
 
 
+class TokenDump(StrictModel):
+    """The batches of a run's first steps as the model receives them, for `mm-models tokens`."""
+
+    enable: bool = False
+    dir: Text = "./token_dump"
+    batches: Count = 8
+
+
 class Tools(StrictModel):
     profile: Profile = Profile()
     memory_profile: MemoryProfile = MemoryProfile()
+    token_dump: TokenDump = TokenDump()
