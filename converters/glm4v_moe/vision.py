@@ -1,6 +1,6 @@
 """`glm4v_vit`: the GLM vision tower. Blocks split by TP; everything around them is replicated.
 
-Hugging Face stores attention as one [q; k; v]; here each head's q, k and v stand together, so that a TP slice is whole heads.
+Attention keeps Hugging Face's one [q; k; v], as the field's checkpoints of this tower do; a TP rank has its heads of each third.
 """
 
 from typing import ClassVar, Literal
@@ -8,7 +8,7 @@ from typing import ClassVar, Literal
 from converters.parts import INIT
 from mm_models.config.config_map import ConfigMap, Field, Fixed, Required
 from mm_models.config.sections import ANY, Number, Size, VisionEncoderConfig
-from mm_models.weights.rules import GLU, KV_GROUPS, REPLICATE, ROW, Concat, QkvGroups, Rule, Same, WeightTable
+from mm_models.weights.rules import GLU, QKV_PARTS, REPLICATE, ROW, Concat, Rule, Same, WeightTable
 
 
 class GlmVision(VisionEncoderConfig):
@@ -81,9 +81,9 @@ WEIGHTS = WeightTable(
              shape=("positions", "hidden"), place="vision_first", shard=REPLICATE),
         Rule(mm=LAYER + "input_layernorm.weight", hf=Same(BLOCK + "norm1.weight"),
              shape=("hidden",), place="vision_layer", shard=REPLICATE, init="ones"),
-        Rule(mm=LAYER + "self_attention.linear_qkv.weight", hf=QkvGroups(names=(BLOCK + "attn.qkv.weight",)),
-             shape=("3hidden", "hidden"), place="vision_layer", shard=KV_GROUPS),
-        Rule(mm=LAYER + "self_attention.linear_proj.weight", hf=Same(BLOCK + "attn.proj.weight"),
+        Rule(mm=LAYER + "self_attention.qkv.weight", hf=Same(BLOCK + "attn.qkv.weight"),
+             shape=("3hidden", "hidden"), place="vision_layer", shard=QKV_PARTS),
+        Rule(mm=LAYER + "self_attention.proj.weight", hf=Same(BLOCK + "attn.proj.weight"),
              shape=("hidden", "hidden"), place="vision_layer", shard=ROW),
         Rule(mm=LAYER + "pre_mlp_layernorm.weight", hf=Same(BLOCK + "norm2.weight"),
              shape=("hidden",), place="vision_layer", shard=REPLICATE, init="ones"),

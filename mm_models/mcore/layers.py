@@ -84,11 +84,37 @@ class SelfAttention(nn.Module):
         query, key, value = grouped.split([self.per_group, 1, 1], dim=3)
         query = query.reshape(seq, batch, -1, self.head_dim)
         key, value = key.squeeze(3), value.squeeze(3)
-        if recompute_core:
-            out = checkpoint(self.core_attention, query, key, value, context, use_reentrant=False)
-        else:
-            out = self.core_attention(query, key, value, context)
-        return self.linear_proj(out)
+        return self.linear_proj(_core(self.core_attention, query, key, value, context, recompute_core))
+
+
+class StackedAttention(nn.Module):
+    """Attention without biases whose fused projection keeps [queries; keys; values], each third split over TP by whole heads."""
+
+    def __init__(
+        self,
+        *,
+        config: TransformerConfig,
+        submodules: AttentionSubmodules,
+        hidden: int,
+        head_dim: int,
+        sequence_parallel: bool,
+    ):
+        super().__init__()
+        self.head_dim = head_dim
+        self.core_attention = submodules.core_attention
+        how = {"config": config, "bias": False, "sequence_parallel": sequence_parallel}
+        self.qkv = submodules.linear_qkv(hidden, 3 * hidden, **how)
+        self.proj = submodules.linear_proj(hidden, hidden, **how)
+
+    def forward(self, x: torch.Tensor, context: AttentionContext, recompute_core: bool = False) -> torch.Tensor:
+        query, key, value = self.qkv(x).unflatten(-1, (3, -1, self.head_dim)).unbind(2)  # S B 3 heads D
+        return self.proj(_core(self.core_attention, query, key, value, context, recompute_core))
+
+
+def _core(attention: Callable, query, key, value, context: AttentionContext, recompute: bool) -> torch.Tensor:
+    if recompute:
+        return checkpoint(attention, query, key, value, context, use_reentrant=False)
+    return attention(query, key, value, context)
 
 
 @dataclass(frozen=True, kw_only=True)

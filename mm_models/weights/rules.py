@@ -47,11 +47,13 @@ COLUMN: Shard = (Split(dim=0, axis="tp"),)
 ROW: Shard = (Split(dim=1, axis="tp"),)
 GLU: Shard = (Split(dim=0, axis="tp", parts=2),)
 KV_GROUPS: Shard = (Split(dim=0, axis="tp", unit="groups"),)
+QKV_PARTS: Shard = (Split(dim=0, axis="tp", parts=3, unit="heads"),)
 EXPERT_GLU: Shard = (Split(dim=0, axis="ep"), Split(dim=1, axis="etp", parts=2))
 EXPERT_ROW: Shard = (Split(dim=0, axis="ep"), Split(dim=2, axis="etp"))
 
 SHARD_NAMES = {
     REPLICATE: "replicate", COLUMN: "column", ROW: "row", GLU: "glu", KV_GROUPS: "kv_groups",
+    QKV_PARTS: "qkv_parts",
     EXPERT_GLU: "expert_glu", EXPERT_ROW: "expert_row",
 }  # fmt: skip
 

@@ -12,6 +12,7 @@ from megatron.core.transformer import ModuleSpec
 from mm_models.components.vision import Downsample, InterpolatedPositions
 from mm_models.config.sections import TextDecoderConfig, VisionEncoderConfig, VisionProjectorConfig
 from mm_models.layout import ParallelLayout, Stage
+from mm_models.mcore.layers import StackedAttention
 from mm_models.mcore.projector import WholeMerger
 from specs.parts import megatron as parts
 
@@ -44,7 +45,14 @@ def glm4v_vit_layers(
     config: VisionEncoderConfig, layout: ParallelLayout, stage: Stage, backend: BackendSpecProvider
 ) -> dict[int, ModuleSpec]:
     """Tower layers of one stage."""
-    attention = parts.tower_attention(config, backend, "frames", bias=False)
+    attention = parts.attention(
+        backend,
+        "frames",
+        module=StackedAttention,
+        hidden=config.hidden_size,
+        head_dim=config.head_dim,
+        sequence_parallel=False,
+    )
     mlp = parts.mlp(backend, hidden=config.hidden_size, ffn=config.ffn_hidden_size, sequence_parallel=False)
     norm = parts.norm(config.hidden_size, config.eps, backend)
     return {index: parts.layer(norm, attention, mlp) for index in stage.layers}

@@ -45,10 +45,10 @@ def norm(
     )
 
 
-def attention(backend: BackendSpecProvider, kind: str, **params) -> ModuleSpec:
-    """Self attention; `kind` as in `Provider.core_attention`, `params` of `SelfAttention`."""
+def attention(backend: BackendSpecProvider, kind: str, *, module: type = SelfAttention, **params) -> ModuleSpec:
+    """Self attention; `kind` as in `Provider.core_attention`, `params` of `module`."""
     return ModuleSpec(
-        module=SelfAttention,
+        module=module,
         params=params,
         submodules=AttentionSubmodules(
             linear_qkv=backend.column_parallel_linear(),
@@ -204,8 +204,8 @@ def tower(
     )
 
 
-def tower_attention(config: VisionEncoderConfig, backend: BackendSpecProvider, kind: str, *, bias: bool) -> ModuleSpec:
-    """Attention of a tower: as many key-value heads as heads."""
+def tower_attention(config: VisionEncoderConfig, backend: BackendSpecProvider, kind: str) -> ModuleSpec:
+    """Attention of a tower with biases: as many key-value heads as heads."""
     return attention(
         backend,
         kind,
@@ -213,7 +213,7 @@ def tower_attention(config: VisionEncoderConfig, backend: BackendSpecProvider, k
         heads=config.num_attention_heads,
         kv_heads=config.num_attention_heads,
         head_dim=config.head_dim,
-        qkv_bias=bias,
-        proj_bias=bias,
+        qkv_bias=True,
+        proj_bias=True,
         sequence_parallel=False,
     )

@@ -26,8 +26,8 @@ def qwen2vit_layers(
     config: VisionEncoderConfig, layout: ParallelLayout, stage: Stage, backend: BackendSpecProvider
 ) -> dict[int, ModuleSpec]:
     """Tower layers of one stage. With windows all attend inside them but `fullatt_block_indexes`, which count through the model."""
-    whole = parts.tower_attention(config, backend, "frames", bias=True)
-    windows = parts.tower_attention(config, backend, "windows", bias=True)
+    whole = parts.tower_attention(config, backend, "frames")
+    windows = parts.tower_attention(config, backend, "windows")
     mlp = parts.mlp(
         backend,
         hidden=config.hidden_size,

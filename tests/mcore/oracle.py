@@ -174,6 +174,10 @@ def megatron_tensors(state: dict[str, torch.Tensor], model: ModelConfig) -> dict
         fused = torch.cat([part for group in zip(q, k, v) for part in group])
         layer, kind = re.search(r"layers\.(\d+)\..*\.(weight|bias)", name).groups()
         out[f"text_decoder.decoder.layers.{layer}.self_attention.linear_qkv.{kind}"] = fused
+    if model.vision is not None and model.vision.model_id == "glm4v_vit":
+        for name in [name for name in state if ".visual.blocks." in name and ".attn." in name]:
+            layer, part = re.search(r"blocks\.(\d+)\.attn\.(\w+)\.weight", name).groups()
+            out[f"image_encoder.encoder.blocks.layers.{layer}.self_attention.{part}.weight"] = state.pop(name)
     for name in [name for name in state if ".attn.qkv." in name]:
         q, k, v = (part.chunk(model.vision.num_attention_heads) for part in state.pop(name).chunk(3))
         layer, kind = re.search(r"blocks\.(\d+)\..*\.(weight|bias)", name).groups()
@@ -204,6 +208,8 @@ def shard(name: str, tensor: torch.Tensor, coords: Coords, layout: ParallelLayou
     def halves(x, rank, size, dim):
         return torch.cat([half.chunk(size, dim)[rank] for half in x.chunk(2, dim)], dim)
 
+    if name.endswith("self_attention.qkv.weight"):
+        return torch.cat([third.chunk(layout.tp)[coords.tp] for third in tensor.chunk(3)])
     if ".experts.gate_up_proj" in name:
         return halves(tensor.chunk(layout.ep)[coords.ep], coords.etp, layout.etp, 1)
     if ".experts.down_proj" in name:
@@ -213,7 +219,7 @@ def shard(name: str, tensor: torch.Tensor, coords: Coords, layout: ParallelLayou
         return halves(tensor, coords.tp, layout.tp, 0)
     if any(part in name for part in (".linear_fc1.", ".linear_qkv.", "word_embeddings.", "output_layer.")):
         return tensor.chunk(layout.tp)[coords.tp]
-    if name.endswith((".linear_proj.weight", ".linear_fc2.weight")):
+    if name.endswith((".linear_proj.weight", ".linear_fc2.weight", "self_attention.proj.weight")):
         return tensor.chunk(layout.tp, 1)[coords.tp]
     return tensor
 

@@ -14,7 +14,7 @@ from mm_models.components.moe import Experts
 from mm_models.config.model import ModelConfig
 from mm_models.errors import UserError
 from mm_models.layout import ModelSplit, ParallelLayout, Stage, StageSplit
-from mm_models.mcore.layers import MLP, MoELayer, SelfAttention, TransformerBlock, TransformerLayer
+from mm_models.mcore.layers import MLP, MoELayer, SelfAttention, StackedAttention, TransformerBlock, TransformerLayer
 from mm_models.mcore.parallel import ColumnParallelLinear, LayerNorm, RMSNorm, RowParallelLinear
 from mm_models.mcore.projector import NormMLP, WholeMerger
 from mm_models.mcore.provider import Provider
@@ -66,8 +66,9 @@ def test_tower_layers_hold_the_expected_classes(family):
         assert layer.module is TransformerLayer
         assert parts.input_layernorm.module is parts.pre_mlp_layernorm.module is norm
         assert parts.post_self_attn_layernorm is parts.post_mlp_layernorm is IdentityOp
-        assert parts.self_attention.module is SelfAttention and parts.mlp.module is MLP
-        assert parts.self_attention.params["qkv_bias"] is parts.self_attention.params["proj_bias"] is bias
+        assert parts.self_attention.module is (SelfAttention if bias else StackedAttention) and parts.mlp.module is MLP
+        if bias:
+            assert parts.self_attention.params["qkv_bias"] and parts.self_attention.params["proj_bias"]
         assert (parts.mlp.params.get("bias", False), parts.mlp.params.get("gated", True)) == (bias, gated)
         assert parts.mlp.submodules.activation is (reference.swiglu if gated else reference.quick_gelu)
     expected = ["windows", "frames", "windows", "frames"] if family == "qwen2_5_vl" else ["frames"] * 4

@@ -77,10 +77,15 @@ def test_every_rank_holds_whole_heads_and_whole_biases(hf, tmp_path):
     for name, tensor in whole.items():
         parts = [rank[name] for rank in ranks]
         column = any(mark in name for mark in ("linear_qkv", "linear_fc1", "word_embeddings", "output_layer"))
-        row = name.endswith(".weight") and any(mark in name for mark in ("linear_proj", "linear_fc2"))
+        row = name.endswith(".weight") and any(
+            mark in name for mark in ("linear_proj", "linear_fc2", "self_attention.proj")
+        )
         if name.startswith("image_encoder.projector") and ".encoder." not in name:
             column = row = False
-        if column and "linear_fc1" in name and gated(hf, name):
+        if name.endswith("self_attention.qkv.weight"):
+            thirds = [part.chunk(3) for part in parts]
+            assert torch.equal(torch.cat([third[at] for at in range(3) for third in thirds]), tensor), name
+        elif column and "linear_fc1" in name and gated(hf, name):
             halves = [part.chunk(2) for part in parts]
             assert torch.equal(torch.cat([h[0] for h in halves] + [h[1] for h in halves]), tensor), name
         elif column or row:

@@ -55,12 +55,15 @@ def assert_round_trip(tmp_path, hf):
     assert set(back) == set(state) and all(torch.equal(back[name], state[name]) for name in state)
 
 
-def test_vision_qkv_is_by_head(hf, tmp_path):
+def test_vision_qkv_is_in_thirds(hf, tmp_path):
+    """The field's own layout of this tower: Hugging Face's [q; k; v] as it is; a TP rank has its heads of each third."""
     fused, files = state_of(hf)["model.visual.blocks.1.attn.qkv.weight"], loaded(to_mm(hf, tmp_path / "mm", tp=2))
-    expected = fused.view(3, 4, 16, 64).transpose(0, 1).reshape(192, 64).chunk(2)
+    name = "image_encoder.encoder.blocks.layers.1.self_attention.qkv.weight"
     for rank in range(2):
-        got = files[f"mp_rank_0{rank}", 0]["image_encoder.encoder.blocks.layers.1.self_attention.linear_qkv.weight"]
-        assert torch.equal(got, expected[rank])
+        expected = torch.cat([third.chunk(2)[rank] for third in fused.chunk(3)])
+        assert torch.equal(files[f"mp_rank_0{rank}", 0][name], expected)
+    (whole,) = loaded(to_mm(hf, tmp_path / "one")).values()
+    assert torch.equal(whole[name], fused)
 
 
 def test_a_bias_switched_off_is_not_dropped_and_one_switched_on_is_not_invented(hf, tmp_path):
