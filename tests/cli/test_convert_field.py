@@ -40,6 +40,7 @@ mm-convert Qwen2_5_VLConverter mm_to_hf \
 """The first is the practice's; the others go on from it as its README does, but over virtual chunks."""
 
 
+@pytest.mark.slow
 def test_the_practice_as_written(tmp_path):
     """28 decoder and 32 vision layers, as the 7B has; brackets unquoted in bash; virtual chunks there and back."""
     name = "Qwen2.5-VL-7B-Instruct"

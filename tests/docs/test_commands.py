@@ -93,6 +93,7 @@ def run_page(page: str, checkout: Path) -> None:
 
 
 @pytest.mark.timeout(1500)
+@pytest.mark.slow
 def test_the_commands_run(checkout):
     """The README's chain, and the pages that go on from it."""
     for page in EXPECTED:

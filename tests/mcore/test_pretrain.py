@@ -144,6 +144,7 @@ def test_a_worker_that_dies_fails_the_run(world, tmp_path):  # noqa: F811
         assert "rank 0 (stage 0" in done.stderr
 
 
+@pytest.mark.slow
 def test_sigterm_saves_and_the_run_goes_on_from_there(world, tmp_path):  # noqa: F811
     flags = world.flags("--save", str(tmp_path / "ck"), "--log-metrics", str(tmp_path / "m.jsonl"), steps=400)
     process = subprocess.Popen(
