@@ -16,10 +16,11 @@ import binascii
 import dataclasses
 import io
 import os
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
-from urllib.parse import unquote, urlsplit
+from urllib.parse import unquote
 
 from mm_models.errors import UserError
 
@@ -31,6 +32,7 @@ TURNED = range(5, 9)
 """EXIF orientations that swap width and height."""
 DEEP_MODES = ("I", "F")
 """PIL modes (and the prefixes of `I;16` and its kin) that `convert("RGB")` would clip."""
+ADDRESS = re.compile(r"(?P<scheme>[A-Za-z][A-Za-z0-9+.-]*)://[^/]*/?(?P<path>.*)", re.DOTALL)
 COLUMNS = {"path", "bytes"}
 """Keys of an image written as an object: those of Hugging Face's Image feature."""
 
@@ -93,12 +95,14 @@ def resolve(reference: str | ImageBytes, base: str | os.PathLike[str]) -> Path |
     """
     if isinstance(reference, ImageBytes):
         return reference
-    scheme = urlsplit(reference).scheme if "://" in reference else ""
-    if scheme == "file":
-        return Path(unquote(urlsplit(reference).path))
-    if scheme:
-        raise UserError(f"image {reference!r}: got a {scheme}:// address, expected a path. Download the file first.")
-    return Path(base, reference)
+    address = ADDRESS.match(reference)
+    if address is None:
+        return Path(base, reference)
+    if address["scheme"].lower() != "file":
+        raise UserError(
+            f"image {reference!r}: got a {address['scheme']}:// address, expected a path. Download the file first."
+        )
+    return Path("/", unquote(address["path"]))
 
 
 def inspect(source: Path | ImageBytes, *, decode: bool, first_frame: bool = False) -> tuple[int, int]:

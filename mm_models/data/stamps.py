@@ -14,6 +14,6 @@ def stamp(path: Path) -> Stamp:
     """The file as it is now."""
     try:
         found = os.stat(path)
-    except OSError:
+    except (OSError, ValueError):  # ValueError: no name a file can have
         return MISSING
     return found.st_size, found.st_mtime_ns

@@ -9,6 +9,7 @@ import re
 import pytest
 import torch
 from hypothesis import given
+from hypothesis import strategies as st
 
 from mm_models.components.loss import IGNORE
 from mm_models.config.fsdp2.run import load_config
@@ -18,7 +19,7 @@ from mm_models.data.loader import build_loader
 from mm_models.data.processor import image_grid, load_processor
 from mm_models.errors import UserError
 from tests.data import kit
-from tests.data.chats import WITH_IMAGES, conversations, counts, fuzz
+from tests.data.chats import LITERALS, WITH_IMAGES, conversations, counts, fuzz
 
 FORMATS = ["glm4v_moe", "glm4v", "qwen2_vl"]
 ENDS = {"glm4v_moe": "<|user|>", "glm4v": "<|user|>", "qwen2_vl": "<|im_end|>"}
@@ -138,6 +139,8 @@ class TestFaults:
     def test_a_fault_of_the_row(self, examine):
         found = examine(kit.row("<image>", "b", images=["http://x/y.png"]), on_broken_image="drop")
         assert "got a http:// address, expected a path" in found.fault and found.sample is None is found.dropped
+        names = ["a\0b.png", "\ud800.png", "a" * 5000, "http://[x"]
+        assert all(examine(kit.row("<image>", "b", images=[name])).fault for name in names)
         assert "at most one <think>" in examine(kit.row("a", "<think>b")).fault
 
     @pytest.mark.parametrize(
@@ -172,6 +175,32 @@ class TestFaults:
         first.save(tmp_path / "a.png", save_all=True, append_images=[other])
         sample = examine(kit.row("<image>", "b", images=["a.png"]), on_animated_image="first_frame").sample
         assert load_rgb(sample.images[0]).tobytes() == first.tobytes()
+
+
+PIECES = ["<image>", "<think>", "</think>", "x", "\n", "", "\ud800", "é", "/nothink", "<ima", "ge>", *LITERALS]
+WORDS = st.lists(st.sampled_from(PIECES), max_size=5).map("".join)
+SOURCES = st.sampled_from(
+    ["a.png", "no.png", "http://x", "file://[", "data:,", "\ud800", {"bytes": "aGk="}, b"x", None, 1]
+)
+PARTS = st.builds(lambda text: {"type": "text", "text": text}, WORDS) | st.builds(
+    lambda image: {"type": "image", "image": image}, SOURCES
+)
+CONTENTS = st.lists(WORDS | st.lists(PARTS, max_size=3), min_size=2, max_size=6).filter(
+    lambda texts: len(texts) % 2 == 0
+)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("options", [{}, {"train_on_prompt": True, "cutoff_len": 30, "on_broken_image": "drop"}])
+@pytest.mark.parametrize("family", FORMATS)
+@fuzz(300)
+@given(contents=CONTENTS, sources=st.lists(SOURCES, max_size=3))
+def test_no_row_raises(examine, tmp_path, family, options, contents, sources):
+    """Whatever stands in it, a row has one outcome, and a sample has something to learn."""
+    kit.picture(tmp_path / "a.png")
+    found = examine(kit.row(*contents, images=sources), family=family, **options)
+    assert [found.sample, found.dropped, found.fault].count(None) == 2
+    assert found.sample is None or (found.sample.labelled and len(found.sample.ids) <= options.get("cutoff_len", 4096))
 
 
 class TestMade:
