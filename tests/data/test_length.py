@@ -6,6 +6,7 @@ import pytest
 
 from mm_models.components.loss import IGNORE
 from mm_models.data.collator import NEEDS, VisionLanguageCollator
+from mm_models.data.dataset import ChatDataset
 from mm_models.data.positions import mrope
 from tests.data import kit
 
@@ -96,3 +97,13 @@ def test_the_system_text_stays(examine, processors):
     found = examine(kit.row("q", "a", "q", "an answer that is too long", system="rules"), cutoff_len=24).sample
     text = processors("glm4v_moe").tokenizer.decode(list(found.ids))
     assert "rules" in text and "too long" not in text
+
+
+def test_the_report_lists_what_was_cut_and_dropped(folder, processor, template, tmp_path):
+    long = "an answer that is far too long"
+    chats = [kit.row("q", "a"), kit.row("q", "a", "q", long), kit.row("q", long), kit.row("q", "a", "q", long)]
+    found = ChatDataset(kit.data_config(folder, tmp_path, chats, cutoff_len=24), processor, template)
+    assert [sample.id for sample in found] == [0, 1, 3]
+    lines = "\n".join(found.report.lines())
+    assert "dropped: longer than cutoff_len 24: 1 rows: 2" in lines
+    assert "note: turns at the end left out to fit cutoff_len 24: 2 rows: 1, 3" in lines
