@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 
+import psutil
 import pytest
 
 from mm_models.data import preprocess
@@ -109,3 +110,67 @@ def test_workers_end_with_the_main_process(tmp_path):
     main.stdout.close()
     main.stdin.close()
     assert not [pid for pid in workers if os.path.exists(f"/proc/{pid}")]
+
+
+@pytest.fixture(scope="module")
+def many(folder, tmp_path_factory):
+    """200 rows as data.json, with a cache for those who want one."""
+    base = tmp_path_factory.mktemp("many")
+    names = [kit.picture(base / f"{index}.png", seed=index).name for index in range(5)]
+    rows = [kit.row(f"<image>number {k}", "n" * (k + 1), images=[names[k % 5]]) for k in range(200)]
+    for name, folder_name in (("plain", None), ("cached", str(base / "cache"))):
+        config = kit.data_config(folder, base, rows, preprocessing_batch_size=10, cache_dir=folder_name)
+        (base / f"{name}.json").write_text(config.model_dump_json(exclude_none=True))
+    return base
+
+
+def start(path, *workers, parallelism=None):
+    environment = {key: value for key, value in os.environ.items() if key != "TOKENIZERS_PARALLELISM"}
+    environment |= {"TOKENIZERS_PARALLELISM": parallelism} if parallelism else {}
+    command = [sys.executable, "-m", "tests.data.preprocess_case", str(path), *workers]
+    return subprocess.Popen(
+        command,
+        env=environment,
+        cwd=kit.QUICKSTART.parents[1],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def finish(program, seconds):
+    try:
+        return program.communicate(timeout=seconds)
+    finally:
+        program.kill()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+class TestAfterATokenizerCall:
+    @pytest.mark.parametrize("parallelism", [None, "true"])
+    def test_any_number_of_workers(self, many, parallelism):
+        program = start(many / "plain.json", "0", "1", "8", "64", parallelism=parallelism)
+        out, err = finish(program, 4 * 120)
+        lines = out.splitlines()
+        assert program.returncode == 0 and lines[0].startswith("200 ") and lines == lines[:1] * 4, out + err
+        assert "fork" not in err and len(err.splitlines()) < 5, err
+
+    def test_two_ranks_at_once(self, many):
+        programs = [start(many / "cached.json", "8", parallelism="true") for _ in range(2)]
+        found = [finish(program, 240)[0].splitlines()[-1] for program in programs]  # one may say that it waits
+        assert found[0].startswith("200 ") and found[0] == found[1]
+        assert len(list((many / "cache").glob("*.samples.arrow"))) == 1
+
+    def test_a_killed_worker(self, many):
+        program = start(many / "plain.json", "8")
+        until = time.monotonic() + 120
+        workers = []
+        while not workers and time.monotonic() < until:
+            time.sleep(0.05)
+            below = psutil.Process(program.pid).children(recursive=True)
+            workers = [process for process in below if process.ppid() != program.pid]
+        workers[0].kill()
+        _, err = finish(program, 120)
+        assert program.returncode != 0
+        assert "was killed by SIGKILL" in err and "preprocessing_num_workers" in err
