@@ -22,6 +22,7 @@ EXPECTED = {
     "README.md": (14, 5),
     "docs/weights.md": (6, 0),
     "docs/equivalence.md": (1, 2),
+    "docs/data-tools.md": (3, 1),
     QUICKSTART: (2, 0),
     "examples/glm4.5v/README.md": (0, 9),
     "examples/glm4.5v/README_fsdp2.md": (0, 7),
