@@ -192,7 +192,8 @@ class DataloaderParam(StrictModel):
     pin_memory: bool = False
     num_workers: Annotated[int, Field(ge=0)] = 0
     enable_preload: bool = False
-    """Accepted and without effect: it would overlap the copy to a device, never change order or position."""
+    """Copy the next micro-batch to the device while this one computes, from pinned memory; neither the order nor the
+    position to resume from changes. Without an accelerator it has no effect, which is said."""
     collate_param: CollateParam
 
     @model_validator(mode="after")

@@ -82,8 +82,8 @@ def _idle(config: RunConfig, platform: str) -> list[str]:
         idle.append("trust_remote_code: no code of a model folder runs")
     if data.dataloader_param.pin_memory and platform == "cpu":
         idle.append("dataloader_param.pin_memory: there is no device to copy to")
-    if data.dataloader_param.enable_preload:
-        idle.append("dataloader_param.enable_preload: it changes neither order nor values")
+    if data.dataloader_param.enable_preload and platform == "cpu":
+        idle.append("dataloader_param.enable_preload: there is no device to copy to")
     if config.parallel.fsdp_plan.cpu_offload and platform == "cpu":
         idle.append("fsdp_plan.cpu_offload: parameters are on the CPU already")
     return [f"accepted without effect: {line}" for line in idle]

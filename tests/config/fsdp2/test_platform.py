@@ -68,7 +68,7 @@ def test_what_is_without_effect_is_said_once():
         lines = check_platform(load_config(SEED, overrides), platform)
         return [line.split(": ")[1] for line in lines if line.startswith("accepted without effect: ")]
 
-    assert idle("npu") == ["trust_remote_code", "dataloader_param.enable_preload"]
+    assert idle("npu") == ["trust_remote_code"]
     assert idle("cpu") == ["trust_remote_code", "dataloader_param.pin_memory", "dataloader_param.enable_preload"]
     assert "fsdp_plan.cpu_offload" in idle("cpu", "parallel.fsdp_plan.cpu_offload=true")
 
