@@ -65,7 +65,7 @@ def _may_have_workers() -> None:
 def megatron(world: World, data: Path, out: Path, *flags: str, ranks: int, batches: int = 8, computes: bool) -> Dump:  # noqa: F811
     argv = world.flags(*flags, "--dump-tokens", str(out), "--log-interval", "1000", steps=batches, data=data)
     argv += ["--dump-batches", str(batches)]
-    run(_megatron, ranks, argv, computes, timeout=280)
+    run(_megatron, ranks, argv, computes, timeout=700)
     return Dump(out)
 
 
@@ -79,7 +79,7 @@ def fsdp2(world: World, data: Path, out: Path, *, ranks: int, batches: int = 8, 
     }
     path = out.with_suffix(".yaml")
     path.write_text(yaml.safe_dump(changed(raw, {**BF16, "training.gradient_accumulation_steps": BATCH // ranks})))
-    run(_fsdp2, ranks, str(path), computes, timeout=280)
+    run(_fsdp2, ranks, str(path), computes, timeout=700)
     return Dump(out)
 
 
@@ -129,6 +129,7 @@ def test_the_fsdp2_target_over_two_ranks(world, data, tmp_path):  # noqa: F811
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1500)
 @pytest.mark.parametrize("batches", [8, 1000])
 @pytest.mark.parametrize("workers", [0, 4])
 @pytest.mark.parametrize("ranks", [1, 2, 4])
