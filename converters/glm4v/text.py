@@ -54,10 +54,17 @@ CONFIG = ConfigMap(
         Fixed("kv_channels", head_dim),
         Field("vocab_size", "vocab_size", default=151552),
         Field("max_position_embeddings", "max_position_embeddings", default=32768, compared=False),
-        Field("rope_theta", ("rope_parameters.rope_theta", "rope_theta"), default=10000.0),
-        Field("partial_rotary_factor", ("rope_parameters.partial_rotary_factor", "partial_rotary_factor"), default=1.0),
+        Field("rope_theta", ("rope_parameters.rope_theta", "rope_theta", "rope_scaling.rope_theta"), default=10000.0),
+        Field(
+            "partial_rotary_factor",
+            ("rope_parameters.partial_rotary_factor", "partial_rotary_factor", "rope_scaling.partial_rotary_factor"),
+            default=1.0,
+        ),
         Field("mrope_section", ("rope_parameters.mrope_section", "rope_scaling.mrope_section"), default=[8, 12, 12]),
-        Required(("rope_parameters.rope_type", "rope_scaling.rope_type", "rope_scaling.type"), ("default",)),
+        Required(
+            ("rope_parameters.rope_type", "rope_scaling.rope_type", "rope_parameters.type", "rope_scaling.type"),
+            ("default",),
+        ),
         Field("rms_norm_eps", "rms_norm_eps", default=1e-5),
         Field("activation_func", "hidden_act", default="silu"),
         Required("attention_bias", (True,)),  # the class has biases on q, k and v whatever the key says

@@ -103,7 +103,9 @@ class Required:
         return (self.hf,) if isinstance(self.hf, str) else self.hf
 
     def allows(self, value: Any) -> bool:
-        return all(one in self.values for one in value) if self.each else value in self.values
+        if self.each:
+            return isinstance(value, list) and all(one in self.values for one in value)
+        return value in self.values
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -159,6 +161,20 @@ class ConfigMap:
                 said = f" ({'.'.join(self._path(field.spellings[0]))})" if not isinstance(field, Fixed) else ""
                 faults.append(f"{prefix}{field.mm} is {have!r}, {where}{said} means {want!r}")
         return faults
+
+    def differences(
+        self, one: Mapping[str, Any], other: Mapping[str, Any], where: str = "config.json"
+    ) -> list[tuple[str, Any, Any]]:
+        """(key of the section, value in `one`, value in `other`) of every field that `one` says there and `other` means otherwise."""
+        there, found = self.from_hf(other, where), []
+        for field in self.fields:
+            if not isinstance(field, Field) or not field.compared:
+                continue
+            paths = [path for path in map(self._path, field.spellings) if path[0] == self.hf_section]
+            said = [path for path in paths if _take(one, path) is not _ABSENT]
+            if said and (value := self._value(field, one, there, where)) != there[field.mm]:
+                found.append((".".join(said[0][1:]), value, there[field.mm]))
+        return found
 
     def known_paths(self) -> set[tuple[str, ...]]:
         """The config.json paths this map reads, for telling the user which keys nobody reads."""

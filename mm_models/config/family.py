@@ -70,22 +70,42 @@ class Family:
         """`config` with the decoder's fields in `text_config`.
 
         Files of older releases have them at the root. Where both are there they must agree: which one counts depends on
-        the release that reads the file.
+        the release that reads the file. So must `rope_parameters` with `rope_scaling`, for which transformers leaves it aside.
         """
         text, vision = config.get("text_config"), config.get("vision_config")
         names = {path[1] for path in self.maps["text_decoder"].known_paths() if path[0] == "text_config"}
         at_root = {key: value for key, value in config.items() if key in names | FLAT_KEYS and key not in ROOT_KEYS}
         if not isinstance(text, Mapping):
             rest = {key: value for key, value in config.items() if key not in at_root}
-            return {**rest, "text_config": at_root, **({"vision_config": vision} if vision is not None else {})}
+            nested = {**rest, "text_config": at_root, **({"vision_config": vision} if vision is not None else {})}
+            self._check_rope(nested, where)
+            return nested
         faults = [
             f"{key} is {value!r} at the root, {text[key]!r} in text_config"
             for key, value in at_root.items()
             if key in names and value is not None and text.get(key) is not None and text[key] != value
+        ] or [
+            f"{key} is {root!r} at the root, {inside!r} by text_config"
+            for key, root, inside in self._decoder.differences({**config, "text_config": at_root}, config, where)
         ]
         if faults:
             raise UserError(f"{where}: {'; '.join(faults)}. Keep one of each.")
+        self._check_rope(config, where)
         return {key: value for key, value in config.items() if key not in at_root}
+
+    def _check_rope(self, config: Mapping[str, Any], where: str) -> None:
+        """Refuse a `rope_parameters` that says what the `rope_scaling` beside it does not."""
+        text = config["text_config"]
+        if not (text.get("rope_parameters") and text.get("rope_scaling")):
+            return
+        alone = {**config, "text_config": {key: value for key, value in text.items() if key != "rope_parameters"}}
+        if faults := self._decoder.differences(config, alone, where):
+            said = "; ".join(f"{key} is {both!r}, without rope_parameters {scaling!r}" for key, both, scaling in faults)
+            raise UserError(f"{where}: {said}. transformers reads rope_scaling alone where both are there; keep one.")
+
+    @property
+    def _decoder(self) -> ConfigMap:
+        return self.maps["text_decoder"]
 
     def model_json(self, config: Mapping[str, Any], where: str = "config.json") -> dict[str, Any]:
         """The content of model.json that a Hugging Face config describes, without `pipeline_num_layers`."""
@@ -234,6 +254,8 @@ def parts_of(model: ModelConfig) -> dict[str, Section]:
 
 def family_of(config: Mapping[str, Any], where: str) -> Family:
     """The family of a Hugging Face config, by `model_type`."""
+    if not isinstance(config, Mapping):
+        raise UserError(f"{where}: expected an object with model_type, got {type(config).__name__}.")
     known = {model_type: family for family in _families() for model_type in family.model_types}
     got = config.get("model_type")
     if got == COMPOSED:

@@ -88,10 +88,68 @@ def test_a_copy_at_the_root_must_agree():
 
 
 @pytest.mark.parametrize(
+    "root,words",
+    [
+        ({"rope_theta": 5.0}, r"rope_theta is 5.0 at the root, 1000000.0 by text_config"),
+        ({"rope_scaling": {"type": "mrope", "mrope_section": [1, 1, 6]}}, r"mrope_section is \[1, 1, 6\] at the root"),
+        ({"rms_norm_eps": 0.5}, r"rms_norm_eps is 0.5 at the root, 1e-05 by text_config"),
+    ],
+)
+def test_a_key_at_the_root_that_text_config_spells_otherwise_or_lacks_must_agree(root, words):
+    config = tiny_config("qwen2_5_vl").to_dict()
+    del config["text_config"]["rms_norm_eps"]
+    family = family_of(config, "config.json")
+    rope = config["text_config"]["rope_parameters"]
+    agreeing = {
+        "rope_theta": rope["rope_theta"],
+        "rope_scaling": {"type": "mrope", "mrope_section": rope["mrope_section"]},
+    }
+    assert family.model(config | agreeing | {"rms_norm_eps": 1e-5}) == family.model(config)
+    with pytest.raises(UserError, match=words):
+        family.model(config | root)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_rope_scaling_holds_what_rope_parameters_hold(name):
+    config = tiny_config(name).to_dict()
+    rope = config["text_config"]["rope_parameters"]
+    rope["rope_theta"] = 123.0
+    family = family_of(config, "config.json")
+    expected = family.model(config).text
+    del config["text_config"]["rope_parameters"]
+    config["text_config"]["rope_scaling"] = dict(rope)
+    assert family.model(config).text == expected
+    config["text_config"]["rope_parameters"] = dict(rope)
+    assert family.model(config).text == expected
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("flat", [False, True])
+def test_rope_parameters_that_transformers_leaves_aside_are_refused(name, flat):
+    config = tiny_config(name).to_dict()
+    text = config["text_config"]
+    text["rope_parameters"]["rope_theta"] = 123.0
+    text["rope_scaling"] = {key: value for key, value in text["rope_parameters"].items() if key != "rope_theta"}
+    if flat:
+        del config["text_config"]
+        config |= {key: value for key, value in text.items() if key != "model_type"}
+    with pytest.raises(
+        UserError, match=r"rope_theta is 123.0, without rope_parameters 1.*transformers reads rope_scaling"
+    ):
+        family_of(config, "config.json").model(config)
+
+
+def test_a_config_that_is_no_object_is_refused():
+    with pytest.raises(UserError, match="expected an object with model_type, got list"):
+        family_of([], "config.json")
+
+
+@pytest.mark.parametrize(
     "change,words",
     [
         ({"text_config": {"use_sliding_window": True}}, "use_sliding_window is True"),
         ({"text_config": {"layer_types": ["full_attention", "sliding_attention"]}}, "layer_types"),
+        ({"text_config": {"layer_types": 5}}, "layer_types is 5"),
         ({"text_config": {"rope_parameters": {"rope_type": "yarn"}}}, "rope_type is 'yarn'"),
         ({"vision_config": {"rope_parameters": {"rope_type": "default"}}}, "rope_type is 'default'"),
         ({"vision_config": {"hidden_act": "gelu"}}, "activation_func"),
