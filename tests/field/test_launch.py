@@ -83,7 +83,7 @@ def test_every_shipped_script_is_strict(script):
 
 @pytest.mark.parametrize("script", ["megatron.sh", "fsdp2.sh"])
 def test_what_starts_a_training_sources_strict_mode_first(script):
-    """Nothing but the two folders is worked out before it."""
+    """B71: nothing but the two folders is worked out before it."""
     lines = [
         line for line in (ROOT / "examples" / script).read_text().splitlines() if line and not line.startswith("#")
     ]
