@@ -14,28 +14,25 @@ from mm_models.data.rows import IMAGE_MARK
 from mm_models.data.templates.glm4v_moe import Glm4vMoeTemplate
 from mm_models.errors import UserError
 from tests.data import kit
-from tests.data.chats import LITERALS, PICTURES, TEXT, conversations, counts, fuzz, trained
+from tests.data.chats import LITERALS, PICTURES, TEXT, WITH_IMAGES, conversations, counts, fuzz, trained
+
+END = "<|user|>"
+WITH_LITERALS = conversations(
+    question=st.lists(TEXT | st.sampled_from([*LITERALS, IMAGE_MARK]), max_size=4).map("".join),
+    answer=st.lists(TEXT | st.sampled_from(LITERALS), max_size=4).map("".join),
+)
 
 
-@fuzz(60)
-@given(conversation=conversations(), thinking=st.booleans())
-def test_ids_equal_the_processors(processor, template, no_think_template, conversation, thinking):
+def check_ids(processor, template, conversation):
     """Multi-turn, multi-image, system, empty, unicode, thoughts: our ids are Hugging Face's and one end token."""
     found, images = conversation
-    mine = template if thinking else no_think_template
-    encoded = mine.encode(found, counts(processor, images))
-    expected = kit.hf_ids(processor, found, images, enable_thinking=thinking)
-    assert list(encoded.ids) == expected + [processor.tokenizer.convert_tokens_to_ids("<|user|>")]
+    encoded = template.encode(found, counts(processor, images))
+    expected = kit.hf_ids(processor, found, images, enable_thinking=template.enable_thinking)
+    assert list(encoded.ids) == expected + [processor.tokenizer.convert_tokens_to_ids(END)]
+    return encoded
 
 
-@fuzz(40)
-@given(
-    conversation=conversations(
-        question=st.lists(TEXT | st.sampled_from([*LITERALS, IMAGE_MARK]), max_size=4).map("".join),
-        answer=st.lists(TEXT | st.sampled_from(LITERALS), max_size=4).map("".join),
-    )
-)
-def test_literal_tokens_stay_text(processor, template, conversation):
+def check_literals(processor, template, conversation):
     """Text that holds template tokens: the same text and the same tokens of the template as Hugging Face's with its
     `sanitize_control_tokens`, which only cuts the text at the literals before tokenising it."""
     found, images = conversation
@@ -44,8 +41,44 @@ def test_literal_tokens_stay_text(processor, template, conversation):
     decode, special = processor.tokenizer.decode, set(processor.tokenizer.get_added_vocab().values())
     assert decode(list(encoded.ids[:-1])) == decode(expected)
     assert [id for id in encoded.ids[:-1] if id in special] == [id for id in expected if id in special]
-    answers = [turn.text.strip() + "<|user|>" for turn in found if turn.role == "assistant"]
+    answers = [turn.text.strip() + END for turn in found if turn.role == "assistant"]
     assert [decode(list(encoded.ids[a:b])) for a, b in encoded.trained] == answers
+
+
+@fuzz(60)
+@given(conversation=conversations(), thinking=st.booleans())
+def test_ids_equal_the_processors(processor, template, no_think_template, conversation, thinking):
+    check_ids(processor, template if thinking else no_think_template, conversation)
+
+
+@fuzz(40)
+@given(conversation=WITH_LITERALS)
+def test_literal_tokens_stay_text(processor, template, conversation):
+    check_literals(processor, template, conversation)
+
+
+@pytest.mark.slow
+class TestMany:
+    """A thousand conversations."""
+
+    @fuzz(400)
+    @given(conversation=conversations(), thinking=st.booleans())
+    def test_ids(self, processor, template, no_think_template, conversation, thinking):
+        check_ids(processor, template if thinking else no_think_template, conversation)
+
+    @fuzz(300)
+    @given(conversation=conversations(question=WITH_IMAGES, answer=WITH_IMAGES))
+    def test_labels(self, processor, template, conversation):
+        """Trained is the text of each answer around its images, and its end token."""
+        encoded, decode = check_ids(processor, template, conversation), processor.tokenizer.decode
+        answers = [turn.text.strip().replace(IMAGE_MARK, "") for turn in conversation[0] if turn.role == "assistant"]
+        found = "".join(decode(list(encoded.ids[a:b])) for a, b in encoded.trained)
+        assert found == "".join(answer + END for answer in answers)
+
+    @fuzz(300)
+    @given(conversation=WITH_LITERALS)
+    def test_literals(self, processor, template, conversation):
+        check_literals(processor, template, conversation)
 
 
 @pytest.fixture(scope="module")

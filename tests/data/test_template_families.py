@@ -71,9 +71,14 @@ def expected_ids(chat, conversation, images):
 
 
 def check_ids(chat, conversation):
+    """Hugging Face's ids; trained is the text of each answer around its images, and its end token."""
     found, images = conversation
     encoded = chat.template.encode(found, counts(chat.processor, images))
     assert list(encoded.ids) == expected_ids(chat, found, images)
+    answers = [turn.text.split(IMAGE_MARK) for turn in found if turn.role == "assistant"]
+    expected = "".join("".join(map(chat.read, parts)) + chat.end for parts in answers)
+    decode = chat.processor.tokenizer.decode
+    assert "".join(decode(list(encoded.ids[a:b])) for a, b in encoded.trained) == expected
 
 
 def check_literals(chat, conversation):
@@ -110,13 +115,13 @@ class TestProperties:
         check_literals(chat(family), conversation)
 
     @pytest.mark.slow
-    @fuzz(300)
+    @fuzz(600)
     @given(conversation=CONVERSATIONS)
     def test_ids_of_many(self, chat, family, conversation):
         check_ids(chat(family), conversation)
 
     @pytest.mark.slow
-    @fuzz(300)
+    @fuzz(400)
     @given(conversation=WITH_LITERALS)
     def test_literals_of_many(self, chat, family, conversation):
         check_literals(chat(family), conversation)
