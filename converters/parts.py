@@ -1,6 +1,6 @@
 """What decoders have in common: rules of embedding, attention, a dense MLP, final norm and head, and some config fields."""
 
-from mm_models.config.config_map import Field, Fixed
+from mm_models.config.config_map import Field, Fixed, Required
 from mm_models.weights.rules import (
     COLUMN,
     GLU,
@@ -97,7 +97,11 @@ TIED = Field(
 )
 """transformers 4.57 keeps the flag in text_config, 5.x at the root, where it forwards an older text_config's."""
 
+NO_DROPOUT = Required("attention_dropout", (0.0,))
+"""No kernel here drops attention."""
+
 ALWAYS = (
+    NO_DROPOUT,
     Fixed("position_embedding_type", "mrope"),
     Fixed("gated_linear_unit", True),
     Fixed("add_bias_linear", False),

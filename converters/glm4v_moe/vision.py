@@ -5,7 +5,7 @@ Attention keeps Hugging Face's one [q; k; v], as the field's checkpoints of this
 
 from typing import ClassVar, Literal
 
-from converters.parts import INIT
+from converters.parts import INIT, NO_DROPOUT
 from mm_models.config.config_map import ConfigMap, Field, Fixed, Required
 from mm_models.config.sections import ANY, Number, Size, VisionEncoderConfig
 from mm_models.weights.rules import GLU, QKV_PARTS, REPLICATE, ROW, Concat, Rule, Same, WeightTable
@@ -117,6 +117,7 @@ CONFIG = ConfigMap(
         Field("spatial_merge_size", "spatial_merge_size", default=2),
         Field("in_channels", "in_channels", default=3),
         Field("attention_bias", "attention_bias", default=False),
+        NO_DROPOUT,
         Field("activation_func", "hidden_act", default="silu"),
         Field("rms_norm_eps", "rms_norm_eps", default=1e-5),
         INIT,

@@ -15,7 +15,7 @@ Qwen2_5_VLConverter = replace(
     maps={
         **Qwen2VLConverter.maps,
         "vision_encoder": vision.CONFIG,
-        "vision_projector": config_map("hidden_size", "out_hidden_size", "RMSNorm"),
+        "vision_projector": config_map("hidden_size", "out_hidden_size", "RMSNorm", default=3584),
     },
     fits=lambda model: model.vision is None or model.vision.gated,
 )

@@ -74,15 +74,17 @@ WEIGHTS = WeightTable(
 )  # fmt: skip
 
 
-def config_map(width: str, out: str, normalization: str) -> ConfigMap:
-    """`width` and `out` are what the family's vision_config calls the tower's width and the output's."""
+def config_map(width: str, out: str, normalization: str, *, default: int) -> ConfigMap:
+    """`width` and `out` are what the family's vision_config calls the tower's width (absent: `default`) and the output's."""
     return ConfigMap(
         model_id="lnmlp",
         section="vision_projector",
         hf_section="vision_config",
         fields=(
-            Field("input_size", width, default=1280),
-            Derived("ffn_hidden_size", {width: 1280, "spatial_merge_size": 2}, lambda hidden, merge: hidden * merge**2),
+            Field("input_size", width, default=default),
+            Derived(
+                "ffn_hidden_size", {width: default, "spatial_merge_size": 2}, lambda hidden, merge: hidden * merge**2
+            ),
             Field("hidden_size", out, default=3584),
             INIT,
             Fixed("normalization", normalization),
@@ -94,4 +96,4 @@ def config_map(width: str, out: str, normalization: str) -> ConfigMap:
     )
 
 
-CONFIG = config_map("embed_dim", "hidden_size", "LayerNorm")
+CONFIG = config_map("embed_dim", "hidden_size", "LayerNorm", default=1280)

@@ -126,6 +126,8 @@ def _init(arguments: Sequence[str]) -> int:
     config = load_json(path)
     family = family_of(config, str(path))
     model = family.model(config, str(path))
+    if unread := family.unread_keys(config):
+        print(f"{path}: keys without a counterpart in model.json, not used: {', '.join(unread)}", file=sys.stderr)
     layout = ParallelLayout(tp=args.tp, pp=args.pp, vpp=args.vpp, ep=args.ep, etp=args.etp)
     model.check_layout(layout)
     split = model.split(layout, vision_layers=args.vit_pp_layers, text_layers=args.llm_pp_layers)

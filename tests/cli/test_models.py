@@ -107,3 +107,12 @@ def test_init_writes_a_model_json_for_a_topology(hf, tmp_path, capsys):
 def test_refusals(hf, capsys, arguments, words):
     assert main([argument.format(hf=hf) for argument in arguments]) == 2
     assert words in capsys.readouterr().err
+
+
+def test_init_tells_of_keys_it_does_not_use(hf, tmp_path, capsys):
+    config = json.loads((hf / "config.json").read_text())
+    config["text_config"]["quantization_config"] = {"bits": 4}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert main(["init", "--hf", str(tmp_path), "-o", str(tmp_path / "model.json")]) == 0
+    said = capsys.readouterr().err
+    assert "not used: text_config.quantization_config.bits" in said

@@ -148,6 +148,7 @@ def test_a_config_that_is_no_object_is_refused():
     "change,words",
     [
         ({"text_config": {"use_sliding_window": True}}, "use_sliding_window is True"),
+        ({"text_config": {"attention_dropout": 0.1}}, "attention_dropout is 0.1"),
         ({"text_config": {"layer_types": ["full_attention", "sliding_attention"]}}, "layer_types"),
         ({"text_config": {"layer_types": 5}}, "layer_types is 5"),
         ({"text_config": {"rope_parameters": {"rope_type": "yarn"}}}, "rope_type is 'yarn'"),
