@@ -93,7 +93,9 @@ def unknown_key(schema: type[BaseModel], loc: tuple, data: Any = None) -> str:
     place, got = ".".join(map(str, loc)), str(loc[-1])
     text = f"unknown key {place!r}"
     close = nearest(got, fields)
-    elsewhere = [found for found in dotted_keys(schema, data=data) if found.rsplit(".", 1)[-1] == got and found != place]
+    elsewhere = [
+        found for found in dotted_keys(schema, data=data) if found.rsplit(".", 1)[-1] == got and found != place
+    ]
     if elsewhere:
         return text + f"; the key {got!r} belongs at {' or '.join(repr(path) for path in elsewhere)}"
     known = f" Known here: {', '.join(fields)}" if fields else " It has no keys inside"
