@@ -181,6 +181,7 @@ def _together(rank, config, overwrite):
 
 
 @pytest.mark.parametrize("overwrite", [False, True])
+@pytest.mark.slow
 def test_ranks_that_start_together_build_once(world, overwrite):
     config = world.config(overwrite_cache=overwrite)
     expected = list(world.open(cached=False))

@@ -130,6 +130,7 @@ def test_errors_are_one_line_and_status_2(tmp_path):
     assert done.returncode == 2 and done.stderr == "error: none.yaml: no such file.\n"
 
 
+@pytest.mark.slow
 def test_ranks_of_a_launcher_speak_once(tmp_path):
     """Under torchrun the number of processes is the launcher's, and rank 0 alone prints."""
     here = tiny_folders(tmp_path)

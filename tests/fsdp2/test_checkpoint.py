@@ -50,6 +50,14 @@ def settings(hf: Path, folder: Path, **changes: Any) -> dict[str, Any]:
     return config(hf, **common | SCHEDULE | changes)
 
 
+QUICK = {"one", "fsdp2", "ep2-bf16", "fsdp2 to one", "one to ep2"}
+"""The rest belongs to the long tail."""
+
+
+def quick_or_slow(name: str, quick: set[str]):
+    return name if name in quick else pytest.param(name, marks=pytest.mark.slow)
+
+
 CASES = {
     "one": (1, 4, {}),
     "one-bf16": (1, 4, BF16),
@@ -60,7 +68,7 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", [quick_or_slow(name, QUICK) for name in CASES])
 def test_a_resumed_run_equals_the_unbroken_one_bit_for_bit(name, hf, tmp_path):
     nprocs, accumulation, changes = CASES[name]
     changes = changes | {"training.gradient_accumulation_steps": accumulation}
@@ -97,7 +105,7 @@ MOVES = {
 }
 
 
-@pytest.mark.parametrize("name", MOVES)
+@pytest.mark.parametrize("name", [quick_or_slow(name, QUICK) for name in MOVES])
 def test_a_run_goes_on_at_another_layout(name, hf, tmp_path):
     """Weights, moments, schedule and data position are carried. The first step is the unbroken run's up to rounding; later ones
     may send a token to another expert."""
@@ -217,6 +225,7 @@ def test_a_changed_schedule_and_a_finished_run_are_refused(hf, tmp_path):
         run(train, 1, settings(hf, tmp_path / "ck", **again | {"training__train_iters": 3}), Synthetic())
 
 
+@pytest.mark.slow
 def test_the_data_position_is_resumed_on_every_rank(hf, tmp_path):
     """23 samples on two ranks: five steps an epoch, three samples left out; stopped in the first and in the second epoch."""
     for name in ("whole", "broken"):

@@ -103,7 +103,7 @@ EMPTY = {"one rank": {1, 5}, "one micro-batch": {0}, "half of the step": {1, 3, 
 
 
 @pytest.mark.parametrize("kind", ["default", "per_token_loss"])
-@pytest.mark.parametrize("chunked", [False, True], ids=["whole", "chunked"])
+@pytest.mark.parametrize("chunked", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["whole", "chunked"])
 def test_samples_without_labels_are_left_out(kind, chunked, hf, tmp_path):
     """Two ranks, two micro-batches a step: a rank, a micro-batch, half of a step without a label."""
     for number, gone in enumerate(EMPTY.values()):
@@ -209,6 +209,7 @@ def test_a_value_that_is_not_finite_stops_all_ranks_before_the_weights(changes, 
     }
 
 
+@pytest.mark.slow
 def test_clipping(hf, tmp_path):
     """The norm is the one before clipping; 0 clips nothing and still reports it; a small limit takes small steps."""
     free = launch(2, settings(hf, 2, **{"training.clip_grad": 0.0}), tmp_path / "a.jsonl")

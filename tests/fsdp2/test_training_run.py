@@ -75,6 +75,7 @@ def test_torchrun_trains_logs_and_ends_well(world, tmp_path):  # noqa: F811
     assert "\x1b" not in done.stdout  # no progress bar outside a terminal
 
 
+@pytest.mark.slow
 def test_one_process_needs_no_launcher_and_never_loads_megatron(world, tmp_path):  # noqa: F811
     (tmp_path / "watch.py").write_text(
         "import atexit, sys\natexit.register(lambda: print('megatron loaded:', 'megatron' in sys.modules, flush=True))\n"
@@ -86,6 +87,7 @@ def test_one_process_needs_no_launcher_and_never_loads_megatron(world, tmp_path)
     assert "megatron loaded: False" in done.stdout
 
 
+@pytest.mark.slow
 def test_mistakes_end_in_one_line_and_status_2(world, tmp_path):  # noqa: F811
     path = configuration(world, tmp_path)
     for words, told in (

@@ -87,6 +87,7 @@ def test_torchrun_trains_logs_and_ends_well(world, tmp_path):  # noqa: F811
     assert "\x1b" not in done.stdout  # no progress bar outside a terminal
 
 
+@pytest.mark.slow
 def test_one_process_needs_no_launcher(world, tmp_path):  # noqa: F811
     done = start(0, *world.flags(steps=1, start=None), "--from-scratch")
     assert done.returncode == 0, done.stderr[-3000:]
@@ -100,6 +101,7 @@ def test_check_validates_and_stops(world, tmp_path):  # noqa: F811
     assert done.returncode == 2 and str(tmp_path / "nowhere") in done.stderr and "Traceback" not in done.stderr
 
 
+@pytest.mark.slow
 def test_mistakes_end_in_one_line_and_status_2(world, tmp_path):  # noqa: F811
     for flags, words in (
         (["--learning-rat", "1"], "did you mean '--lr'"),

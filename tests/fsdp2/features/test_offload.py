@@ -273,6 +273,7 @@ def growth(*, moved: bool, recomputed: bool = False, length: int = 16384) -> int
     return json.loads(done.stdout.strip().splitlines()[-1])
 
 
+@pytest.mark.slow
 def test_peak_memory_of_a_process_really_falls():
     """Eight layers save about 60 MB each here; with offload the activations of one or two are held at a time."""
     plain, moved = growth(moved=False), growth(moved=True)

@@ -34,7 +34,7 @@ GATE_UP = "model.language_model.layers.{}.mlp.experts.gate_up_proj"
 
 
 @pytest.mark.parametrize("expert_layout", FILE_LAYOUTS)
-@pytest.mark.parametrize("chunk", [chunks.CHUNK, 5000, 300])
+@pytest.mark.parametrize("chunk", [chunks.CHUNK, 5000, pytest.param(300, marks=pytest.mark.slow)])
 def test_every_layout_comes_back_byte_for_byte(hf, hf_stacked, tmp_path, monkeypatch, expert_layout, chunk):
     monkeypatch.setattr(chunks, "CHUNK", chunk)
     for number, source in enumerate((hf, hf_stacked)):
