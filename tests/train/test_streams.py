@@ -6,6 +6,7 @@ micro-batches to the dump's hook, and no model computes.
 
 from __future__ import annotations
 
+import itertools
 import multiprocessing
 from pathlib import Path
 
@@ -130,10 +131,10 @@ def test_the_fsdp2_target_over_two_ranks(world, data, tmp_path):  # noqa: F811
 
 @pytest.mark.slow
 @pytest.mark.timeout(1500)
-@pytest.mark.parametrize("batches", [8, 1000])
-@pytest.mark.parametrize("workers", [0, 4])
-@pytest.mark.parametrize("ranks", [1, 2, 4])
-@pytest.mark.parametrize("shuffle", [True, False])
+@pytest.mark.parametrize(
+    ("shuffle", "ranks", "workers", "batches"),
+    [*itertools.product((True, False), (1, 2, 4), (0, 4), (8,)), (True, 2, 4, 1000)],
+)
 def test_both_targets(world, data, tmp_path, shuffle, ranks, workers, batches):  # noqa: F811
     options = {"ranks": ranks, "batches": batches, "computes": False}
     config = data(shuffle=shuffle, workers=workers)
