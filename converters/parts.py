@@ -1,4 +1,6 @@
-"""What decoders have in common: rules of embedding, attention, a dense MLP, final norm and head, and some config fields."""
+"""What families have in common: named sizes of towers and decoders, a decoder's rules for embedding, attention, dense MLP, final norm
+and head, and some config fields.
+"""
 
 from mm_models.config.config_map import Field, Fixed, Required
 from mm_models.weights.rules import (
@@ -30,6 +32,22 @@ def decoder_sizes(config) -> dict[str, int]:
         "qkv": (heads + 2 * groups) * dim,
         "ffn": config.ffn_hidden_size,
         "2ffn": 2 * config.ffn_hidden_size,
+    }
+
+
+def tower_sizes(config) -> dict[str, int]:
+    """The same of a vision tower, from its section."""
+    return {
+        "hidden": config.hidden_size,
+        "3hidden": 3 * config.hidden_size,
+        "ffn": config.ffn_hidden_size,
+        "2ffn": 2 * config.ffn_hidden_size,
+        "heads": config.num_attention_heads,
+        "groups": config.num_attention_heads,
+        "head_dim": config.head_dim,
+        "channels": config.in_channels,
+        "frames": config.temporal_patch_size,
+        "patch": config.patch_size,
     }
 
 

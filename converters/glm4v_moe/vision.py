@@ -5,7 +5,7 @@ Attention keeps Hugging Face's one [q; k; v], as the field's checkpoints of this
 
 from typing import ClassVar, Literal
 
-from converters.parts import INIT, NO_DROPOUT
+from converters.parts import INIT, NO_DROPOUT, tower_sizes
 from mm_models.config.config_map import ConfigMap, Field, Fixed, Required
 from mm_models.config.sections import ANY, Number, Size, VisionEncoderConfig
 from mm_models.weights.rules import GLU, QKV_PARTS, REPLICATE, ROW, Concat, Rule, Same, WeightTable
@@ -45,18 +45,8 @@ class GlmVision(VisionEncoderConfig):
 
 
 def _sizes(config) -> dict[str, int]:
-    return {
-        "hidden": config.hidden_size,
-        "3hidden": 3 * config.hidden_size,
-        "ffn": config.ffn_hidden_size,
-        "2ffn": 2 * config.ffn_hidden_size,
+    return tower_sizes(config) | {
         "out": config.out_hidden_size,
-        "heads": config.num_attention_heads,
-        "groups": config.num_attention_heads,
-        "head_dim": config.head_dim,
-        "channels": config.in_channels,
-        "frames": config.temporal_patch_size,
-        "patch": config.patch_size,
         "merge": config.spatial_merge_size,
         "positions": (config.image_size // config.patch_size) ** 2,
     }

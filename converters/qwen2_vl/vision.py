@@ -9,7 +9,7 @@ from typing import Annotated, ClassVar, Literal
 import pydantic
 from pydantic import model_validator
 
-from converters.parts import INIT
+from converters.parts import INIT, tower_sizes
 from mm_models.config.config_map import ConfigMap, Field, Fixed, Required
 from mm_models.config.sections import ANY, Number, Size, VisionEncoderConfig
 from mm_models.weights.rules import COLUMN, KV_GROUPS, REPLICATE, ROW, QkvGroups, Rule, Same, WeightTable
@@ -79,21 +79,6 @@ class QwenVision(VisionEncoderConfig):
         return self
 
 
-def sizes(config) -> dict[str, int]:
-    return {
-        "hidden": config.hidden_size,
-        "3hidden": 3 * config.hidden_size,
-        "ffn": config.ffn_hidden_size,
-        "2ffn": 2 * config.ffn_hidden_size,
-        "heads": config.num_attention_heads,
-        "groups": config.num_attention_heads,
-        "head_dim": config.head_dim,
-        "channels": config.in_channels,
-        "frames": config.temporal_patch_size,
-        "patch": config.patch_size,
-    }
-
-
 def features(config) -> frozenset[str]:
     return frozenset({"glu" if config.gated else "plain", config.normalization})
 
@@ -116,7 +101,7 @@ WEIGHTS = WeightTable(
     section="vision_encoder",
     mm_prefix="image_encoder.encoder.",
     hf_prefixes={"vision_encoder": "model.visual."},
-    sizes=sizes,
+    sizes=tower_sizes,
     features=features,
     rules=(
         Rule(mm="patch_embed.proj.weight", hf=Same("patch_embed.proj.weight"),
