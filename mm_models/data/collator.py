@@ -15,6 +15,7 @@ Refused: an image whose pixels do not give the grid its header promised (the fil
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -23,6 +24,7 @@ from torch import Tensor
 
 from mm_models.components.loss import IGNORE
 from mm_models.data.images import load_rgb
+from mm_models.data.pixels import PixelMaker
 from mm_models.data.sample import Sample, SampleError
 from mm_models.errors import UserError
 
@@ -38,22 +40,23 @@ class VisionLanguageCollator:
     def __init__(
         self,
         *,
-        image_processor: Any,
-        image_token_id: int,
-        pad_token_id: int,
+        processor: Any,
         positions: Positions | None,
         needs: frozenset[str] = NEEDS,
         pad_to_multiple_of: int = 1,
         train_on_pads: bool = False,
     ):
-        """`positions` is a function of table `positions`, or None for a model without a text decoder."""
+        """`processor` is Hugging Face's; `positions` a function of table `positions`, or None for a model without a text
+        decoder."""
         if not needs <= NEEDS:
             raise UserError(f"collator needs {sorted(needs - NEEDS)}: unknown, expected some of {sorted(NEEDS)}.")
         if "positions" in needs and positions is None:
             raise UserError("collator needs positions, but the model has no text decoder.")
-        self._images, self._image_token, self._pad = image_processor, image_token_id, pad_token_id
+        self._pad, self._image_token = processor.tokenizer.pad_token_id, processor.image_token_id
+        self._merge = processor.image_processor.merge_size
         self._positions, self._needs, self._multiple = positions, needs, pad_to_multiple_of
-        self._pad_label = pad_token_id if train_on_pads else IGNORE
+        self._pad_label = self._pad if train_on_pads else IGNORE
+        self._pixels = PixelMaker(processor) if "pixels" in needs else None
 
     def __call__(self, samples: Sequence[Sample]) -> Batch:
         batch: Batch = {"sample_ids": [sample.id for sample in samples]}
@@ -65,14 +68,14 @@ class VisionLanguageCollator:
             batch |= {"input_ids": ids, "attention_mask": mask}
         if "positions" in self._needs:
             batch["position_ids"] = self._positions(
-                ids, mask, grid, image_token_id=self._image_token, spatial_merge_size=self._images.merge_size
+                ids, mask, grid, image_token_id=self._image_token, spatial_merge_size=self._merge
             )
         if "labels" in self._needs:
             batch["labels"] = self._labels(samples)
         if "grid" in self._needs and grid is not None:
             batch["image_grid_thw"] = grid
         if "pixels" in self._needs and grid is not None:
-            batch["pixel_values"] = self._pixels(samples)
+            batch["pixel_values"] = self._pixel_values(samples)
         return batch
 
     def _length(self, samples: Sequence[Sample]) -> int:
@@ -95,21 +98,20 @@ class VisionLanguageCollator:
                 labels[row, start:end] = _tensor(sample)[start:end]
         return labels
 
-    def _pixels(self, samples: Sequence[Sample]) -> Tensor:
-        pixels = []
-        for sample in samples:
-            for source, grid in zip(sample.images, sample.grids, strict=True):
-                try:
-                    image = load_rgb(source)
-                except UserError as error:  # it was in order when the row was examined
-                    raise SampleError(sample.id, str(error)) from error
-                made = self._images(images=[image], return_tensors="pt")
-                found = tuple(made["image_grid_thw"][0].tolist())
-                if found != grid:
-                    reason = f"image {str(source)!r}: its pixels give grid {found}, its header gave {grid} at the start"
-                    raise SampleError(sample.id, f"{reason}; the file has changed.")
-                pixels.append(made["pixel_values"])
-        return torch.cat(pixels)
+    def _pixel_values(self, samples: Sequence[Sample]) -> Tensor:
+        images = [(sample.id, *image) for sample in samples for image in zip(sample.images, sample.grids, strict=True)]
+        patches = [math.prod(grid) for _, _, grid in images]
+        pixels = torch.empty(sum(patches), self._pixels.features)
+        for (row, source, grid), out in zip(images, pixels.split(patches), strict=True):
+            try:
+                image = load_rgb(source)
+            except UserError as error:  # it was in order when the row was examined
+                raise SampleError(row, str(error)) from error
+            if (found := self._pixels.grid(image)) != grid:
+                reason = f"image {str(source)!r}: its pixels give grid {found}, its header gave {grid} at the start"
+                raise SampleError(row, f"{reason}; the file has changed.")
+            self._pixels.fill(out, image)
+        return pixels
 
 
 def _tensor(sample: Sample) -> Tensor:

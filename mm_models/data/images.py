@@ -130,7 +130,8 @@ def load_rgb(source: Path | ImageBytes) -> Image:
 
     with _open(source) as image:
         _read(source, image.load)
-        return _read(source, lambda: ImageOps.exif_transpose(image)).convert("RGB")
+        _read(source, lambda: ImageOps.exif_transpose(image, in_place=True))
+        return image if image.mode == "RGB" else image.convert("RGB")  # either would copy a picture that needs nothing
 
 
 def _open(source: Path | ImageBytes) -> Image:

@@ -189,9 +189,7 @@ def build_loader(
         parts=list(zip(dataset.sizes, weights, strict=True)) if weights else None,
     )
     collator = collator_class(
-        image_processor=processor.image_processor,
-        image_token_id=processor.image_token_id,
-        pad_token_id=processor.tokenizer.pad_token_id,
+        processor=processor,
         positions=positions,
         needs=needs,
         pad_to_multiple_of=pad_to_multiple_of,

@@ -12,8 +12,10 @@ Image bounds are given in pixels of one image (height x width after resizing); h
 from __future__ import annotations
 
 import dataclasses
+import functools
 import importlib
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -100,8 +102,15 @@ def image_grid(processor: Any, height: int, width: int) -> tuple[int, int, int]:
 
     Raises ValueError where the processor would refuse the shape (aspect ratio above 200).
     """
-    images = processor.image_processor
-    kind = KINDS[type(processor).__name__]
+    return grid_rule(processor)(height, width)
+
+
+def grid_rule(processor: Any) -> Callable[[int, int], tuple[int, int, int]]:
+    """`image_grid` of this processor, to be pickled, which the processor itself cannot be."""
+    return functools.partial(_grid, KINDS[type(processor).__name__], processor.image_processor)
+
+
+def _grid(kind: ProcessorKind, images: Any, height: int, width: int) -> tuple[int, int, int]:
     unit = images.temporal_patch_size
     frames = {"num_frames": unit, "temporal_factor": unit} if kind.frames_in_size else {}
     resized = _named(kind.smart_resize)(

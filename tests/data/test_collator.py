@@ -30,13 +30,7 @@ def dataset(folder, processor, template, tmp_path_factory):
 @pytest.fixture(scope="module")
 def collate(processor):
     def build(**options):
-        defaults = {
-            "image_processor": processor.image_processor,
-            "image_token_id": processor.image_token_id,
-            "pad_token_id": processor.tokenizer.pad_token_id,
-            "positions": mrope,
-        }
-        return VisionLanguageCollator(**defaults | options)
+        return VisionLanguageCollator(**{"processor": processor, "positions": mrope} | options)
 
     return build
 

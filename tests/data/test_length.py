@@ -21,13 +21,7 @@ def names(tmp_path):
 
 
 def batch(processor, sample):
-    collate = VisionLanguageCollator(
-        image_processor=processor.image_processor,
-        image_token_id=processor.image_token_id,
-        pad_token_id=processor.tokenizer.pad_token_id,
-        positions=mrope,
-        needs=NEEDS - {"pixels"},
-    )
+    collate = VisionLanguageCollator(processor=processor, positions=mrope, needs=NEEDS - {"pixels"})
     return collate([sample])
 
 

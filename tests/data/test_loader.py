@@ -116,7 +116,7 @@ class TestFaults:
 
     def test_an_error_of_our_own(self, folder, processor, tmp_path, workers):
         loader = self.load(folder, processor, tmp_path, workers)
-        loader.collator._images.rescale_factor = "no number"
+        loader.collator._pixels._table = None
         with pytest.raises(RuntimeError, match="preparing rows 0 failed"):
             next(iter(loader))
 
