@@ -14,6 +14,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, Field, model_validator
 
+from mm_models.config.bounds import Bounds, used
 from mm_models.config.strict import StrictModel, load_json, validate
 
 Count = Annotated[int, Field(gt=0)]
@@ -208,6 +209,11 @@ class DataConfig(StrictModel):
 
     dataset_param: DatasetParam
     dataloader_param: DataloaderParam
+
+    def image_bounds(self) -> Bounds:
+        """The pixel bounds of a run, the processor's own where none are given. Refused: least above most."""
+        preprocess = self.dataset_param.preprocess_parameters
+        return used(Path(preprocess.model_name_or_path), Bounds.of(preprocess.model_dump()))
 
 
 def load_data_config(path: str | Path) -> DataConfig:

@@ -5,8 +5,8 @@
 the PIL one, so that every machine makes the same pixels). Both layouts load: `processor_config.json` (5.x) and
 `preprocessor_config.json` with the template in `chat_template.jinja`, `chat_template.json` or the tokenizer's files.
 
-Image bounds are given in pixels of one image (height x width after resizing); how a processor counts them is its row in
-`KINDS`. Refused: a folder without processor, tokenizer or template, an unknown processor class, contradicting bounds.
+Image bounds are given in pixels of one image (height x width after resizing); how a processor counts them is known to
+`config.bounds`. Refused: a folder without processor, tokenizer or template, an unknown processor class, contradicting bounds.
 """
 
 from __future__ import annotations
@@ -20,14 +20,8 @@ from pathlib import Path
 from typing import Any
 
 from mm_models import versions
-from mm_models.errors import UserError, unknown_name
-
-CONFIG_FILES = ("processor_config.json", "preprocessor_config.json", "tokenizer_config.json")
-"""Where `processor_class` may stand, first hit wins."""
-
-
-BOUNDS = {"shortest_edge": "min_pixels", "longest_edge": "max_pixels"}
-"""An image processor's least and most pixels under `size`, and their older names."""
+from mm_models.config.bounds import EDGES, FRAMES_IN_SIZE, Bounds, merged, processor_class
+from mm_models.errors import UserError
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -38,13 +32,14 @@ class ProcessorKind:
     processor: str
     image_processor: str
     smart_resize: str
-    frames_in_size: bool
-    """`size` bounds frames x height x width, with a still image counted as `temporal_patch_size` frames; without,
-    height x width alone."""
     image_token: str
     video_token: str
     token_ids: dict[str, str] = dataclasses.field(default_factory=dict)
     """Further attributes that hold the id of a token."""
+
+    @property
+    def frames_in_size(self) -> bool:
+        return FRAMES_IN_SIZE[self.processor.split(":")[1]]
 
 
 def _qwen(processor: str) -> ProcessorKind:
@@ -52,7 +47,6 @@ def _qwen(processor: str) -> ProcessorKind:
         processor=processor,
         image_processor="transformers.models.qwen2_vl.image_processing_pil_qwen2_vl:Qwen2VLImageProcessorPil",
         smart_resize="transformers.models.qwen2_vl.image_processing_pil_qwen2_vl:smart_resize",
-        frames_in_size=False,
         image_token="<|image_pad|>",
         video_token="<|video_pad|>",
     )
@@ -63,7 +57,6 @@ KINDS = {
         processor="transformers.models.glm4v.processing_glm4v:Glm4vProcessor",
         image_processor="transformers.models.glm4v.image_processing_pil_glm4v:Glm4vImageProcessorPil",
         smart_resize="transformers.models.glm4v.image_processing_pil_glm4v:smart_resize",
-        frames_in_size=True,
         image_token="<|image|>",
         video_token="<|video|>",
         token_ids={"video_start_id": "<|begin_of_video|>", "video_end_id": "<|end_of_video|>"},
@@ -86,7 +79,7 @@ def load_processor(
     folder = Path(folder)
     if not folder.is_dir():
         raise UserError(f"model_name_or_path {str(folder)!r}: no such folder. Give a local Hugging Face folder.")
-    kind = KINDS[_processor_class(folder)]
+    kind = KINDS[processor_class(folder)]
     if not any((folder / name).is_file() for name in ("tokenizer.json", "tokenizer_config.json")):
         raise UserError(f"{folder}: no tokenizer.json; copy the tokenizer's files of the model into the folder.")
     tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
@@ -134,28 +127,8 @@ def pixel_bounds(processor: Any) -> tuple[int, int]:
 def _set_bounds(images: Any, kind: ProcessorKind, least: int | None, most: int | None, folder: Path) -> None:
     unit = images.temporal_patch_size if kind.frames_in_size else 1
     found = images.size
-    size = {name: found[older] if found[name] is None else found[name] for name, older in BOUNDS.items()}
-    size.update({name: unit * value for name, value in zip(size, (least, most), strict=True) if value is not None})
-    if None in size.values():
-        raise UserError(f"{folder}: the image processor's size has no {' and '.join(BOUNDS)}; got {found}.")
-    if size["shortest_edge"] > size["longest_edge"]:
-        raise UserError(
-            f"{folder}: image_min_pixels {size['shortest_edge'] // unit} exceeds image_max_pixels "
-            f"{size['longest_edge'] // unit} (a bound not given is the folder's own)."
-        )
-    size["shortest_edge"] = max(size["shortest_edge"], 1)  # 0 means no bound; the processor refuses a zero
-    images.size = type(images.size)(**size)
-
-
-def _processor_class(folder: Path) -> str:
-    for name in CONFIG_FILES:
-        if (folder / name).is_file():
-            found = json.loads((folder / name).read_text(encoding="utf-8")).get("processor_class")
-            if found is not None:
-                if found not in KINDS:
-                    raise unknown_name("processor_class", found, KINDS, where=str(folder / name))
-                return found
-    raise UserError(f"{folder}: none of {', '.join(CONFIG_FILES)} names a processor_class. Known: {', '.join(KINDS)}.")
+    own = {edge: found[older] if found[edge] is None else found[edge] for edge, older in EDGES.items()}
+    images.size = type(found)(**merged(own, Bounds(least=least, most=most), unit, folder))
 
 
 def _chat_template(folder: Path, tokenizer: Any) -> str:
