@@ -27,7 +27,16 @@ from pathlib import Path
 from typing import Any
 
 from mm_models.cli import convert_dcp, convert_field
-from mm_models.cli.convert_options import Verb, layout_options, options, run_options, source, target, write_options
+from mm_models.cli.convert_options import (
+    Verb,
+    bounds_options,
+    layout_options,
+    options,
+    run_options,
+    source,
+    target,
+    write_options,
+)
 from mm_models.cli.parser import StrictParser, finish
 from mm_models.errors import UserError, nearest
 
@@ -70,6 +79,7 @@ def _mm_to_hf_options(parser: StrictParser) -> None:
     )
     parser.add_argument("--like-reference", action="store_true", help="cast to the reference's data types")
     parser.add_argument("--drop-extra", action="store_true", help="leave out tensors the architecture does not hold")
+    bounds_options(parser)
     parser.add_argument(
         "--model", metavar="FILE", help="model.json, for a folder of the field without manifest (default: as --hf says)"
     )

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import argparse
 
-from mm_models.cli.convert_options import Verb, layout_options, options, source, target, write_options
+from mm_models.cli.convert_options import Verb, bounds_options, layout_options, options, source, target, write_options
 from mm_models.cli.parser import StrictParser
 from mm_models.errors import UserError
 
@@ -76,6 +76,7 @@ def _dcp_to_hf_options(parser: StrictParser) -> None:
     _folder(parser, "out", "save_dir", "Hugging Face folder to write")
     parser.add_argument("--like-reference", action="store_true", help="cast to the reference's data types")
     parser.add_argument("--drop-extra", action="store_true", help="leave out tensors the architecture does not hold")
+    bounds_options(parser)
     _hf_prefix(parser)
     write_options(parser)
 
@@ -97,6 +98,7 @@ def _mm_to_dcp_options(parser: StrictParser) -> None:
     layout_options(
         parser, "parallel_config", what=" of the checkpoint (checked against its manifest; needed without one)"
     )
+    bounds_options(parser)
     _expert_layout(parser, "default stacked_hf")
     _dcp_prefix(parser, "default: empty")
     write_options(parser)

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from mm_models.cli.convert_field import check_vision_tp
-from mm_models.cli.parser import StrictParser, layer_lists, positive
+from mm_models.cli.parser import StrictParser, layer_lists, natural, positive
 from mm_models.errors import UserError
 
 LAYOUT_NAMES = ("tp", "pp", "vpp", "ep", "etp", "llm_pp_layers", "vit_pp_layers")
@@ -64,6 +64,17 @@ def run_options(parser: StrictParser) -> None:
     parser.add_argument(
         "--plugin", action="append", default=[], metavar="PATH_OR_MODULE", help="adds registry entries; may be repeated"
     )
+
+
+def bounds_options(parser: StrictParser) -> None:
+    """The pixel bounds of the processor that is written, under their names in data.json."""
+    for which, kind in (("min", natural), ("max", positive)):
+        parser.add_argument(
+            f"--image-{which}-pixels",
+            type=kind,
+            metavar="N",
+            help="bound of an image after resizing that the processor is to have (default: that of training, else of --hf)",
+        )
 
 
 def write_options(parser: StrictParser) -> None:
@@ -147,6 +158,12 @@ def _check_given_layout(args: argparse.Namespace, section: str, prefix: str, che
 
 def options(args: argparse.Namespace):
     from mm_models.cli.progress import progress_bar
+    from mm_models.config.bounds import Bounds
     from mm_models.weights.verbs import Options
 
-    return Options(jobs=args.jobs, overwrite=args.overwrite, progress=progress_bar if sys.stderr.isatty() else None)
+    return Options(
+        jobs=args.jobs,
+        overwrite=args.overwrite,
+        progress=progress_bar if sys.stderr.isatty() else None,
+        bounds=Bounds.of(vars(args)),
+    )

@@ -15,13 +15,14 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from mm_models.config.bounds import UNSAID, Bounds
 from mm_models.config.family import Family
 from mm_models.errors import UserError
 from mm_models.weights import mmfolder, stores
 from mm_models.weights.boxes import Shape
 from mm_models.weights.engine import Result, execute
 from mm_models.weights.hffolder import HfFolder
-from mm_models.weights.hfoutput import MARK, HfOutput
+from mm_models.weights.hfoutput import MARK, HfOutput, image_bounds
 from mm_models.weights.manifest import versions
 from mm_models.weights.model_map import WeightMap
 from mm_models.weights.output import MmOutput, need_space
@@ -54,12 +55,14 @@ class Report:
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """How to run: worker threads, whether an output of ours may be replaced, where to print, a progress bar."""
+    """How to run: worker threads, whether an output of ours may be replaced, where to print, a progress bar; and pixel bounds for
+    the processor of a Hugging Face folder that is written, in place of those of training."""
 
     jobs: int | None = None
     overwrite: bool = False
     say: Say = lambda text: print(text, file=sys.stderr)
     progress: Progress | None = None
+    bounds: Bounds = UNSAID
 
 
 def peak_rss() -> int:
@@ -90,13 +93,16 @@ def export(
     out: str | Path,
     provenance: Mapping[str, Any],
     *,
+    source: Mapping[str, Any] | None,
     like_reference: bool,
     drop_extra: bool,
     options: Options,
 ) -> Report:
-    """Write `weights` as a complete Hugging Face folder in the image of `reference`; `provenance` goes into its mark."""
+    """Write `weights` as a complete Hugging Face folder in the image of `reference`; `provenance` goes into its mark. `source` is
+    what the checkpoint's manifest says it came from."""
     out = Path(out)
     refuse_same(reference.path, out)
+    change = image_bounds(reference.path, source, options.bounds, options.say)
     held, wanted = dtypes(weights), dtypes(store.fragments)
     output = HfOutput(
         reference=reference,
@@ -104,6 +110,7 @@ def export(
         dtypes=wanted if like_reference else held,
         cast=like_reference,
         drop_extra=drop_extra,
+        change=change,
     )
     tell_dtypes(held, wanted, like_reference, options.say)
     if store.extras:

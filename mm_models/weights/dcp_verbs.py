@@ -15,7 +15,7 @@ from mm_models.config.family import Family, family_of, family_of_model
 from mm_models.config.model import ModelConfig
 from mm_models.config.split import with_split, without_split
 from mm_models.errors import UserError
-from mm_models.weights import hffolder, mmfolder, sources, stores
+from mm_models.weights import hffolder, hfoutput, mmfolder, sources, stores
 from mm_models.weights.conversion import (
     Options,
     Report,
@@ -88,9 +88,11 @@ def mm_to_dcp(
     model = without_split(source.manifest.model)
     family = family_of_model(model)
     check_converter(converter, family, source.folder)
+    change = hfoutput.keep
     if hf is not None:
         reference, theirs, _ = _opened(hf, "", converter)
         theirs.check_model(model, reference.config, str(reference.path / hffolder.CONFIG))
+        change = hfoutput.image_bounds(reference.path, source.manifest.source, options.bounds, options.say)
     else:
         options.say("no --hf folder: config, tokenizer and processor files are not put beside the checkpoint")
     if source.manifest.optimizer:
@@ -98,7 +100,7 @@ def mm_to_dcp(
     said = {**source.manifest.source, "mm": source.manifest.layout.flags(), "mm_iteration": source.manifest.iteration}
     weights, wmap = stores.mm_store(source, build(source.manifest.model)), build(model, family.prefixes)
     layout = layouts.chosen(expert_layout, wmap)
-    return _to_dcp(weights, wmap, out, layout, dcp_prefix, None if hf is None else Path(hf), said, options)
+    return _to_dcp(weights, wmap, out, layout, dcp_prefix, None if hf is None else Path(hf), said, options, change)
 
 
 def dcp_to_hf(
@@ -133,6 +135,7 @@ def dcp_to_hf(
         wmap,
         out,
         provenance,
+        source=opened.source,
         like_reference=like_reference,
         drop_extra=drop_extra,
         options=options,
@@ -164,7 +167,12 @@ def dcp_to_mm(
         layout=target.layout,
         split=split,
         dtypes=dtypes(opened.fragments),
-        source={"kind": "dcp", "folder": opened.folder.path.name, "expert_layout": opened.expert_layout},
+        source={
+            **(opened.source or {}),
+            "kind": "dcp",
+            "folder": opened.folder.path.name,
+            "expert_layout": opened.expert_layout,
+        },
     )
     return to_mm(output, opened.fragments, Path(out), options)
 
@@ -179,6 +187,11 @@ class Opened:
     folder: DcpFolder
     expert_layout: str
     fragments: list[Fragment]
+
+    @property
+    def source(self) -> Mapping[str, Any] | None:
+        """Where the manifest says the weights came from."""
+        return self.folder.manifest and self.folder.manifest.source
 
     @staticmethod
     def of(
@@ -234,6 +247,7 @@ def _to_dcp(
     beside: Path | None,
     source: Mapping[str, Any],
     options: Options,
+    change: hfoutput.Change = hfoutput.keep,
 ) -> Report:
     out = Path(out)
     output = DcpOutput(
@@ -242,6 +256,7 @@ def _to_dcp(
         dcp_prefix=dcp_prefix,
         dtypes=dtypes(weights),
         beside=beside,
+        change=change,
         source=source,
     )
     fragments = output.fragments()

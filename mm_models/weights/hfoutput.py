@@ -14,6 +14,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from mm_models.config import bounds
+from mm_models.config.bounds import Bounds, Stated
 from mm_models.weights import hffolder
 from mm_models.weights.boxes import volume, whole
 from mm_models.weights.dtypes import TORCH_NAMES, itemsize
@@ -25,23 +27,32 @@ from mm_models.weights.stores import HfStore
 MARK = "mm_export.json"
 """Says that a folder is an export of this tool, and of what."""
 
+Change = Callable[[str, Any], None]
+"""Edits the content of the JSON file it is given the name of."""
+
 EXPECTED_FILES = {
-    "processor": ("processor_config.json", "preprocessor_config.json"),
+    "processor": bounds.FILES,
     "tokenizer": ("tokenizer.json", "tokenizer.model", "vocab.json"),
     "chat template": ("chat_template.jinja", "chat_template.json"),
     "generation config": ("generation_config.json",),
 }
 
 
+def keep(name: str, content: Any) -> None:
+    """Edits nothing."""
+
+
 @dataclass(kw_only=True)
 class HfOutput:
-    """`dtypes` maps a canonical global tensor to the data type it will have; extras are copied from the reference unless dropped."""
+    """`dtypes` maps a canonical global tensor to the data type it will have; extras are copied from the reference unless dropped.
+    `change` edits the JSON files that are copied."""
 
     reference: HfFolder
     store: HfStore
     dtypes: Mapping[str, str]
     cast: bool = False
     drop_extra: bool = False
+    change: Change = keep
     _stored: list[Stored] = field(default_factory=list)
 
     def __post_init__(self):
@@ -132,7 +143,7 @@ class HfOutput:
         """Everything beside the weights; returns what the reference lacked, as warnings."""
         if self.reference.index is not None:
             self._write_index(tmp)
-        copied = self._copy_files(tmp)
+        copied = copy_files(self.reference.path, tmp, self._change)
         write_atomically(tmp / MARK, json.dumps(provenance, indent=2) + "\n")
         return [
             f"the reference folder has no {what} ({' or '.join(names)}), so the export has none"
@@ -162,8 +173,10 @@ class HfOutput:
         else:
             shutil.copyfile(self.reference.path / hffolder.INDEX, tmp / hffolder.INDEX)
 
-    def _copy_files(self, tmp: Path) -> set[str]:
-        return copy_files(self.reference.path, tmp, self._set_dtype)
+    def _change(self, name: str, content: Any) -> None:
+        self.change(name, content)
+        if name == hffolder.CONFIG:
+            self._set_dtype(content)
 
     def _set_dtype(self, config: dict[str, Any]) -> None:
         """Where a data type is stated, state the one that most of the elements have."""
@@ -183,8 +196,31 @@ class HfOutput:
         return file.is_file() and "chat_template" in json.loads(file.read_text(encoding="utf-8"))
 
 
-def copy_files(path: Path, to: Path, change_config: Callable[[dict[str, Any]], None] = lambda config: None) -> set[str]:
-    """Copy everything of a Hugging Face folder but its weights, JSON without local paths; `change_config` edits config.json.
+def image_bounds(folder: Path, source: Mapping[str, Any] | None, given: Bounds, say: Callable[[str], None]) -> Change:
+    """What puts pixel bounds into the processor's files of `folder`: those given, else those that the `source` of the checkpoint
+    says it was trained with. Which ones they are, and why, is told.
+    """
+    trained = Bounds.of(source or {})
+    wanted = given.over(trained)
+    if wanted == bounds.UNSAID:
+        if source is None or source.get("kind") == "foreign" or "consumed_train_samples" in source:
+            say(
+                f"image bounds: as in {folder}; the checkpoint does not say what it was trained with "
+                "(--image-min-pixels and --image-max-pixels set them)"
+            )
+        return keep
+    stated = Stated.of(folder)
+    change, both = stated.writer(wanted), wanted.over(stated.bounds)
+    others = (("the checkpoint was trained with", trained.over(both)), ("the reference has", stated.bounds))
+    differ = "; ".join(f"{who} {theirs}" for who, theirs in others if theirs != both)
+    why = "as the checkpoint was trained" if given == bounds.UNSAID else "as asked for"
+    if stated.file:
+        say(f"image bounds: {both}, {why}" + (f" ({differ})" if differ else ""))
+    return change
+
+
+def copy_files(path: Path, to: Path, change: Change = keep) -> set[str]:
+    """Copy everything of a Hugging Face folder but its weights, JSON without local paths and as `change` edits it.
 
     Returns the names copied.
     """
@@ -199,7 +235,7 @@ def copy_files(path: Path, to: Path, change_config: Callable[[dict[str, Any]], N
                 shutil.copytree(file, to / name, dirs_exist_ok=True)
             continue
         text = file.read_text(encoding="utf-8") if name.endswith(".json") and file.stat().st_size < 1 << 20 else None
-        changed = _changed_json(name, text, change_config) if text is not None else None
+        changed = _changed_json(name, text, change) if text is not None else None
         if changed is not None:
             write_atomically(to / name, json.dumps(changed, indent=2, ensure_ascii=False) + "\n")
         else:
@@ -208,16 +244,15 @@ def copy_files(path: Path, to: Path, change_config: Callable[[dict[str, Any]], N
     return copied
 
 
-def _changed_json(name: str, text: str, change_config: Callable[[dict[str, Any]], None]) -> Any | None:
-    """The content of a JSON file when it must differ from the reference's: a local path in it, another data type."""
+def _changed_json(name: str, text: str, change: Change) -> Any | None:
+    """The content of a JSON file when it must differ from the reference's: a local path in it, another data type or bound."""
     try:
         content = json.loads(text)
     except ValueError:
         return None
     before = json.dumps(content)
     _drop_local_paths(content)
-    if name == hffolder.CONFIG:
-        change_config(content)
+    change(name, content)
     return content if json.dumps(content) != before else None
 
 

@@ -214,6 +214,7 @@ def mm_to_hf(
         wmap,
         out,
         provenance,
+        source=manifest.source,
         like_reference=like_reference,
         drop_extra=drop_extra,
         options=options,

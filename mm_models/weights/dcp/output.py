@@ -29,13 +29,15 @@ Described = tuple[str, str, Shape, Shape, Shape]
 
 @dataclass(kw_only=True)
 class DcpOutput:
-    """`dtypes` maps a canonical global tensor to its data type; `beside` is the Hugging Face folder whose other files are copied."""
+    """`dtypes` maps a canonical global tensor to its data type; `beside` is the Hugging Face folder whose other files are copied,
+    JSON as `change` edits it."""
 
     wmap: WeightMap
     expert_layout: str
     dcp_prefix: str
     dtypes: Mapping[str, str]
     beside: Path | None = None
+    change: hfoutput.Change = hfoutput.keep
     source: Mapping[str, Any] = field(default_factory=dict)
     _items: list[Described] = field(default_factory=list, init=False)
     _made: list[tuple[Path, ItemRecord, Found]] = field(default_factory=list, init=False)
@@ -92,7 +94,7 @@ class DcpOutput:
             source=self.source,
         )
         if self.beside is not None:
-            hfoutput.copy_files(self.beside, tmp.parent)
+            hfoutput.copy_files(self.beside, tmp.parent, self.change)
         return mmfolder.publish(tmp)
 
 
