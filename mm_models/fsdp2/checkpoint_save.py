@@ -204,6 +204,7 @@ class Saver:
                 "kind": SOURCE_KIND,
                 "iteration": state.iteration,
                 "consumed_train_samples": state.consumed_samples,
+                **plan.image_bounds.record(),
             },
         )
         final = mmfolder.publish(writing.tmp)

@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from mm_models.config.bounds import Bounds
 from mm_models.config.family import Family
 from mm_models.config.fsdp2 import RunConfig, resolved
 from mm_models.config.fsdp2.platform import check_platform
@@ -40,6 +41,7 @@ class RunPlan:
 
     config: RunConfig
     platform: str
+    image_bounds: Bounds
     model: ModelConfig
     family: Family
     hf_config: Mapping[str, Any]
@@ -104,6 +106,7 @@ def plan(config: RunConfig, world: int, platform: str) -> RunPlan:
     return RunPlan(
         config=config,
         platform=platform,
+        image_bounds=config.data.image_bounds(),
         model=model,
         family=family,
         hf_config=hf_config,

@@ -45,6 +45,12 @@ class Arguments:
     num_workers: int | None = _flag(
         None, "loader processes per rank (default: dataloader_param.num_workers of data.json)", least=0
     )
+    image_max_pixels: int | None = _flag(
+        None, "most pixels of one image after resizing (default: data.json's, else the processor's own)", least=1
+    )
+    image_min_pixels: int | None = _flag(
+        None, "least pixels of one image after resizing (default: data.json's, else the processor's own)", least=0
+    )
 
     # Topology
     tensor_model_parallel_size: int = _flag(1, "TP: ranks a tensor is cut over", least=1)

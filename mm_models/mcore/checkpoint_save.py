@@ -69,7 +69,12 @@ def _publish(session: Session, state: Progress, tmp: Path, found: list[Written])
         split=plan.split,
         tensors=tuple(entry for written in found for entry in written.tensors),
         optimizer=tuple(moment for written in found for moment in written.optimizer),
-        source={"kind": "training", "iteration": state.iteration, "consumed_train_samples": state.consumed_samples},
+        source={
+            "kind": "training",
+            "iteration": state.iteration,
+            "consumed_train_samples": state.consumed_samples,
+            **plan.image_bounds.record(),
+        },
     )
     write_manifest(tmp, manifest)
     return mmfolder.publish(tmp)

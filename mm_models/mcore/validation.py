@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
+from mm_models.config.bounds import Bounds
 from mm_models.config.data import DataConfig, load_data_config
 from mm_models.config.model import ModelConfig, load_model_config
 from mm_models.errors import UserError
@@ -34,6 +35,7 @@ class RunPlan:
     args: Arguments
     model: ModelConfig
     data: DataConfig
+    image_bounds: Bounds
     layout: ParallelLayout
     split: ModelSplit
     global_batch_size: int
@@ -59,10 +61,12 @@ def plan(args: Arguments, world: int, *, device: str = "cpu") -> RunPlan:
     model.check_layout(layout)
     _check_sequence_parallel(args, model, layout)
     global_batch_size, num_microbatches = _batches(args, layout)
+    data = _data(args)
     return RunPlan(
         args=args,
         model=model,
-        data=_data(args),
+        data=data,
+        image_bounds=data.image_bounds(),
         layout=layout,
         split=model.split(layout),
         global_batch_size=global_batch_size,
@@ -84,12 +88,15 @@ def _check_bridge(args: Arguments, model: ModelConfig) -> None:
 
 
 def _data(args: Arguments) -> DataConfig:
-    """data.json, with the number of workers from the command line where that was given."""
+    """data.json, with the number of workers and the pixel bounds from the command line where they were given."""
     data = load_data_config(args.mm_data)
-    if args.num_workers is None:
-        return data
-    loader = data.dataloader_param.model_copy(update={"num_workers": args.num_workers})
-    return data.model_copy(update={"dataloader_param": loader})
+    loader, parameters = data.dataloader_param, data.dataset_param
+    if args.num_workers is not None:
+        loader = loader.model_copy(update={"num_workers": args.num_workers})
+    given = Bounds(least=args.image_min_pixels, most=args.image_max_pixels).record()
+    preprocess = parameters.preprocess_parameters.model_copy(update=given)
+    parameters = parameters.model_copy(update={"preprocess_parameters": preprocess})
+    return data.model_copy(update={"dataloader_param": loader, "dataset_param": parameters})
 
 
 def _layout(args: Arguments, world: int) -> ParallelLayout:
