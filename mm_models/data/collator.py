@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from mm_models.components.loss import IGNORE
+from mm_models.data import parcel
 from mm_models.data.images import load_rgb
 from mm_models.data.pixels import PixelMaker
 from mm_models.data.sample import Sample, SampleError
@@ -101,7 +102,7 @@ class VisionLanguageCollator:
     def _pixel_values(self, samples: Sequence[Sample]) -> Tensor:
         images = [(sample.id, *image) for sample in samples for image in zip(sample.images, sample.grids, strict=True)]
         patches = [math.prod(grid) for _, _, grid in images]
-        pixels = torch.empty(sum(patches), self._pixels.features)
+        pixels = parcel.empty(sum(patches), self._pixels.features)
         for (row, source, grid), out in zip(images, pixels.split(patches), strict=True):
             try:
                 image = load_rgb(source)

@@ -12,12 +12,13 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader, Dataset, get_worker_info
 
 from mm_models.config.data import DataConfig
 from mm_models.config.model import ModelConfig
 from mm_models.data.collator import NEEDS, Batch
 from mm_models.data.examine import make_processor, make_template
+from mm_models.data.parcel import Parcel
 from mm_models.data.preload import preloaded
 from mm_models.data.processor import pixel_bounds
 from mm_models.data.report import Report
@@ -105,7 +106,7 @@ class Loader:
                 ) from error
             if isinstance(batch, _Refused):
                 raise UserError(str(batch))
-            yield batch
+            yield batch.open() if isinstance(batch, Parcel) else batch
 
 
 class _Refused(str):
@@ -118,13 +119,14 @@ class _Batches(Dataset):
     def __init__(self, dataset: Any, collator: Any, *, images: bool):
         self._dataset, self._collator, self._images = dataset, collator, images
 
-    def __getitem__(self, indices: list[int]) -> Batch | _Refused:
+    def __getitem__(self, indices: list[int]) -> Batch | Parcel | _Refused:
         samples = []
         try:
             samples += [self._dataset[index] for index in indices]
             if not self._images:
                 _refuse_images(samples)
-            return self._collator(samples)
+            batch = self._collator(samples)
+            return batch if get_worker_info() is None else Parcel(batch)
         except SampleError as error:
             return _Refused(f"{self._dataset.report.places.name(error.row)}, {error.reason}")
         except UserError as error:
