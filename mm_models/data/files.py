@@ -1,15 +1,16 @@
 """Rows of data files by number, without reading a file into memory.
 
-    JSON      one array; name anything but .jsonl and .parquet
-    JSONL     one value per line (.jsonl); blank lines are no rows
-    Parquet   one row per record (.parquet)
+    JSON      one array
+    JSONL     one object per line; blank lines are no rows
+    Parquet   one row per record
 
-`RowFiles.open` reads each file once, in windows, and keeps two byte offsets a row (Parquet: the row counts of its row
-groups); `read` parses one row. Rows are numbered through all files in the order named: the second file starts where the
-first ends. The object is small and picklable; each process opens the files for itself.
+The content says which it is; the name (.jsonl, .parquet) only where the content leaves it open. `RowFiles.open` reads
+each file once, in windows, and keeps two byte offsets a row (Parquet: the row counts of its row groups); `read` parses
+one row. Rows are numbered through all files in the order named: the second file starts where the first ends. The object
+is small and picklable; each process opens the files for itself.
 
-Refused, with file and line: text that is not UTF-8 or not JSON, a JSON file that is no array, a file without rows, a
-file named twice.
+Refused, with file and line or row: text that is not UTF-8 or not JSON, a key twice in one object, a file of another
+kind, a file without rows, a file named twice, and, when a row is read, a file that has changed since it was opened.
 """
 
 from __future__ import annotations
@@ -23,20 +24,41 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
+from mm_models.data.stamps import stamp
 from mm_models.errors import UserError
 
 WINDOW = 1 << 22
 """Bytes read at a time; only a single row that is longer needs more."""
 BOM = codecs.BOM_UTF8
 SPACE = " \t\n\r"
+HEAD = 1 << 16
+"""Bytes that are looked at to see what a file is."""
+PARQUET = b"PAR1"
+OTHERS = {
+    b"\x1f\x8b": "a gzip archive; unpack it first",
+    b"PK\x03\x04": "a zip archive; unpack it first",
+    b"\x28\xb5\x2f\xfd": "a zstd archive; unpack it first",
+    b"BZh": "a bzip2 archive; unpack it first",
+    b"\xfd7zXZ": "an xz archive; unpack it first",
+    b"ARROW1": "an Arrow file; write it as Parquet",
+    codecs.BOM_UTF16_LE: "UTF-16 text; write it as UTF-8",
+    codecs.BOM_UTF16_BE: "UTF-16 text; write it as UTF-8",
+}
+"""What files that are no rows begin with."""
 
 
 def find_file(dataset: str, dataset_dir: str) -> Path:
     """`dataset` relative to the working directory, else to `dataset_dir`."""
     choices = (Path(dataset), Path(dataset_dir, dataset))
     for path in choices:
-        if path.is_file():
-            return path
+        try:
+            if path.is_file():
+                return path
+        except OSError as error:  # a name too long, a folder that may not be read
+            raise UserError(f"dataset {dataset!r}: {error.strerror}.") from error
+    folder = next((path for path in choices if path.is_dir()), None)
+    if folder is not None:
+        raise UserError(f"dataset {dataset!r}: {folder.absolute()} is a folder; name the files in it.")
     raise UserError(
         f"dataset {dataset!r}: no such file; looked at {' and '.join(str(path.absolute()) for path in choices)}."
     )
@@ -70,7 +92,7 @@ class RowFiles:
         files = []
         left = limit
         for path in paths:
-            file = (ParquetFile if path.suffix == ".parquet" else JsonFile)(path, limit=left)
+            file = _open(path, limit=left)
             if not len(file) and left != 0:
                 raise UserError(f"{path}: the file has no rows. Take it out of the list, or fill it.")
             files.append(file)
@@ -102,17 +124,38 @@ class RowFiles:
 
     def read(self, row: int) -> Any:
         """The row as JSON would give it (Parquet: a dict of columns). UserError where the file has changed."""
-        file = self.file_of(row)
-        return self._files[file].read(row - self.starts[file])
+        file = self._files[self.file_of(row)]
+        if stamp(file.path) != file.stamp:
+            raise UserError(f"{file.path}: the file has changed since the start. Start again.")
+        return file.read(row - self.starts[self.file_of(row)])
+
+
+def _open(path: Path, *, limit: int | None) -> JsonFile | ParquetFile:
+    """The file as what its first bytes show it to be."""
+    try:
+        with path.open("rb") as file:
+            head = file.read(HEAD)
+    except OSError as error:
+        raise UserError(f"{path}: cannot be read ({error.strerror}).") from error
+    if head.startswith(PARQUET) or path.suffix == ".parquet":
+        return ParquetFile(path, limit=limit)
+    for magic, kind in OTHERS.items():
+        if head.startswith(magic):
+            raise UserError(f"{path}: {kind}.")
+    if b"\0" in head[:4]:
+        raise UserError(f"{path}: UTF-16 text or binary content, expected UTF-8.")
+    first = head.removeprefix(BOM).lstrip(SPACE.encode())[:1]
+    lines = first == b"{" or (path.suffix == ".jsonl" and first != b"[")
+    return JsonFile(path, lines=lines, limit=limit)
 
 
 class JsonFile:
-    """A JSON array or JSONL file by byte offsets."""
+    """A JSON array, or with `lines` a JSONL file, by byte offsets."""
 
-    def __init__(self, path: Path, *, limit: int | None = None):
-        self.path, self._file = path, None
+    def __init__(self, path: Path, *, lines: bool, limit: int | None = None):
+        self.path, self._file, self.stamp = path, None, stamp(path)
         self._starts, self._ends = array("q"), array("q")
-        scan = self._scan_lines if path.suffix == ".jsonl" else self._scan_array
+        scan = self._scan_lines if lines else self._scan_array
         scan(limit)
 
     def __len__(self) -> int:
@@ -126,11 +169,10 @@ class JsonFile:
             self._file = self.path.open("rb")
         self._file.seek(self._starts[row])
         try:
-            return json.loads(self._file.read(self._ends[row] - self._starts[row]))
-        except ValueError as error:
-            raise UserError(
-                f"{self.path}: row {row} cannot be read any more ({error}); the file has changed since the start."
-            ) from error
+            text = self._file.read(self._ends[row] - self._starts[row]).decode()
+            return json.loads(text, object_pairs_hook=_once)
+        except _Twice as error:
+            raise UserError(f"{self.path}: row {row} has the key {error} twice in one object; keep one.") from error
 
     def _add(self, start: int, end: int) -> None:
         self._starts.append(start)
@@ -150,11 +192,15 @@ class JsonFile:
 
     def _check_line(self, line: bytes, number: int) -> None:
         try:
-            json.loads(line)
+            json.loads(line.decode())
         except UnicodeDecodeError as error:
             raise UserError(f"{self.path}: line {number} is not UTF-8 text ({error}).") from error
         except json.JSONDecodeError as error:
-            raise UserError(f"{self.path}: line {number} is not valid JSON: {error.msg}.") from error
+            raise UserError(
+                f"{self.path}: line {number} is not valid JSON: {error.msg}. In JSONL each line is one row."
+            ) from error
+        except ValueError as error:
+            raise UserError(f"{self.path}: line {number} is not valid JSON: {_number(error)}.") from error
         except RecursionError as error:
             raise UserError(f"{self.path}: line {number} is nested too deeply.") from error
 
@@ -164,10 +210,9 @@ class JsonFile:
             if opening == "":
                 return
             if opening != "[":
-                found = {"{": "dict", '"': "str"}.get(opening, "a single value")
                 raise UserError(
-                    f"{self.path}: got {found} at the top, expected a list of rows. "
-                    "One value per line is JSONL: name the file .jsonl."
+                    f"{self.path}: begins with {opening!r}, expected a list of rows, [{{...}}, ...], one object per "
+                    "line, or Parquet."
                 )
             window.step()
             if window.skip() == "]":
@@ -188,6 +233,24 @@ class JsonFile:
     def _check_end(self, window: _Window) -> None:
         if window.skip():
             raise window.fault("Extra data")
+
+
+class _Twice(Exception):
+    """A key that an object has twice."""
+
+
+def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """A JSON object; JSON readers keep the last of two equal keys, and lose the other's value unseen."""
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        keys = [key for key, _ in pairs]
+        raise _Twice(repr(next(key for key in found if keys.count(key) > 1)))
+    return found
+
+
+def _number(error: ValueError) -> str:
+    """Why Python reads no such number: too many digits."""
+    return str(error).partition(";")[0]
 
 
 class _Window:
@@ -244,6 +307,8 @@ class _Window:
                 if self._whole or not cut:
                     self._move(error.pos)
                     raise self.fault(error.msg) from error
+            except ValueError as error:
+                raise self.fault(_number(error)) from error
             except RecursionError as error:
                 raise self.fault("nested too deeply") from error
             self._grow(size)
@@ -275,8 +340,12 @@ class ParquetFile:
     """A Parquet file by row groups; the one last read stays in memory, as Arrow."""
 
     def __init__(self, path: Path, *, limit: int | None = None):
-        self.path = path
-        meta = self._open().metadata
+        self.path, self.stamp = path, stamp(path)
+        file = self._open()
+        names, meta = file.schema_arrow.names, file.metadata
+        twice = sorted({name for name in names if names.count(name) > 1})
+        if twice:
+            raise UserError(f"{path}: several columns named {', '.join(map(repr, twice))}; keep one of each.")
         self._ends = list(accumulate(meta.row_group(index).num_rows for index in range(meta.num_row_groups)))
         self._rows = meta.num_rows if limit is None else min(limit, meta.num_rows)
         self._file, self._group, self._table = None, -1, None
@@ -288,17 +357,22 @@ class ParquetFile:
         return self.__dict__ | {"_file": None, "_group": -1, "_table": None}
 
     def read(self, row: int) -> dict[str, Any]:
+        from pyarrow import ArrowException
+
         group = bisect_right(self._ends, row)
-        if group != self._group:
-            self._file = self._file or self._open()
-            self._table, self._group = self._file.read_row_group(group, use_threads=False), group
         first = self._ends[group - 1] if group else 0
-        return self._table.slice(row - first, 1).to_pylist()[0]
+        try:
+            if group != self._group:
+                self._file = self._file or self._open()
+                self._table, self._group = self._file.read_row_group(group, use_threads=False), group
+            return self._table.slice(row - first, 1).to_pylist()[0]
+        except (OSError, ValueError, OverflowError, ArrowException) as error:  # broken pages, text that is not UTF-8
+            raise UserError(f"{self.path}: row {row} cannot be read ({str(error).strip()}).") from error
 
     def _open(self) -> Any:
-        from pyarrow import ArrowInvalid, parquet
+        from pyarrow import ArrowException, parquet
 
         try:
-            return parquet.ParquetFile(self.path)
-        except (ArrowInvalid, OSError) as error:
+            return parquet.ParquetFile(self.path, page_checksum_verification=True)
+        except (ArrowException, OSError) as error:
             raise UserError(f"{self.path}: not a readable Parquet file ({error}).") from error

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gzip
 import json
+import os
 import pickle
 import random
 import tracemalloc
@@ -77,8 +79,23 @@ def test_several_files_are_numbered_through(tmp_path):
 
 
 FAULTS = {
-    "top": ("a.json", b'{"a": 1}', "got dict at the top, expected a list of rows.*name the file .jsonl"),
-    "lines": ("a.json", b"{}\n{}", "name the file .jsonl"),
+    "top": ("a.json", b'"a"', "begins with '\"', expected a list of rows"),
+    "no json": ("a.json", b"a,b\n1,2", "begins with 'a', expected a list of rows"),
+    "one object on lines": ("a.json", b'{\n"a": 1\n}', "line 1 is not valid JSON.* In JSONL each line is one row"),
+    "comma behind a line": ("a.jsonl", b"{},\n{}", "line 1 is not valid JSON: Extra data. In JSONL each line"),
+    "two arrays": ("a.jsonl", b"[{}]\n[{}]", r"line 2 column 1: Extra data"),
+    "digits": (
+        "a.json",
+        b'[{"a": 1},\n{"a": ' + b"9" * 5000 + b"}]",
+        r"line 2 column 1: Exceeds the limit \(4300 digits",
+    ),
+    "digits in a line": ("a.jsonl", b'{"a": ' + b"9" * 5000 + b"}", r"line 1 is not valid JSON: Exceeds the limit"),
+    "gzip": ("a.json.gz", gzip.compress(b"[{}]"), "a gzip archive; unpack it first"),
+    "zip": ("a.json", b"PK\x03\x04", "a zip archive"),
+    "arrow": ("a.arrow", b"ARROW1\0\0", "an Arrow file; write it as Parquet"),
+    "utf-16": ("a.json", "[{}]".encode("utf-16"), "UTF-16 text; write it as UTF-8"),
+    "utf-16 lines": ("a.jsonl", "{}\n{}\n".encode("utf-16-be"), "UTF-16 text or binary content, expected UTF-8"),
+    "surrogate": ("a.jsonl", b'{"a": "\xed\xa0\x80"}', "line 1 is not UTF-8 text"),
     "cut": ("a.json", b"[1", r"line 1 column 3: Expecting ',' delimiter"),
     "open string": ("a.json", b'[\n{"a": "b', r"line 2 column 7: Unterminated string"),
     "column": ("a.json", b'[{"a": 1},\n {"a": }]', r"line 2 column 8: Expecting value"),
@@ -103,11 +120,90 @@ def test_faults_by_file_and_line(tmp_path, case):
         RowFiles.open([write(tmp_path / "good.json", VALUES), tmp_path / name])
 
 
-def test_a_file_that_changed_since(tmp_path):
-    found = RowFiles.open([write(tmp_path / "a.json", VALUES)])
-    (tmp_path / "a.json").write_text("[" + " " * 5000 + "]")
-    with pytest.raises(UserError, match="row 1 cannot be read any more"):
+def test_the_content_says_what_a_file_is(tmp_path):
+    """As it is found in the field: lines in a .json, an array in a .jsonl, and names of no meaning."""
+    array, lines, table = (write(tmp_path / f"a.{kind}", VALUES[3:]) for kind in ("json", "jsonl", "parquet"))
+    for source, names in (
+        (array, ["b.jsonl", "b.txt", "b"]),
+        (lines, ["c.json", "c.ndjson", "c.JSONL"]),
+        (table, ["d.json", "d.PARQUET", "d.jsonl"]),
+    ):
+        for name in names:
+            (tmp_path / name).write_bytes(source.read_bytes())
+            assert RowFiles.open([tmp_path / name]).read(0) == VALUES[3], name
+
+
+@pytest.mark.parametrize("name", ["a.json", "a.jsonl", "a.parquet"])
+@pytest.mark.parametrize("change", ["content", "gone"])
+def test_a_file_that_changed_since(tmp_path, name, change):
+    """Also one that holds as many bytes: another row would stand where this one stood."""
+    values = [{"id": 1, "text": "aaaa"}, {"id": 2, "text": "bbbb"}]
+    path = write(tmp_path / name, values)
+    found = pickle.loads(pickle.dumps(RowFiles.open([path])))
+    assert found.read(0) == values[0]
+    if change == "content":
+        size, then = path.stat().st_size, path.stat().st_mtime_ns
+        write(path, values[::-1])
+        os.utime(path, ns=(then, then + 10**9))
+        assert path.stat().st_size == size
+    else:
+        path.unlink()
+    with pytest.raises(UserError, match=f"{name}: the file has changed since the start"):
         found.read(1)
+
+
+@pytest.mark.parametrize("name", ["a.json", "a.jsonl"])
+def test_a_key_twice_in_an_object(tmp_path, name):
+    """A JSON reader would keep the last and lose the other."""
+    text = '{"messages": [{"role": "user", "content": "lost", "content": "kept"}]}'
+    (tmp_path / name).write_text(f"[{{}},{text}]" if name == "a.json" else f"{{}}\n{text}\n")
+    found = RowFiles.open([tmp_path / name])
+    assert found.read(0) == {}
+    with pytest.raises(UserError, match=f"{name}: row 1 has the key 'content' twice in one object"):
+        found.read(1)
+
+
+def test_a_parquet_file_that_is_broken_inside(tmp_path):
+    """By row: pages that are no pages, a flipped bit where the file has checksums, text that is not UTF-8."""
+    good = pa.table({"a": ["question and answer"] * 4})
+    text = pa.Array.from_buffers(pa.string(), 1, [None, pa.py_buffer(b"\0\0\0\0\2\0\0\0"), pa.py_buffer(b"q\xff")])
+    plain = {"compression": "none", "use_dictionary": False, "write_page_checksum": True}
+    for table, mangle in (
+        (good, lambda data: data.replace(b"question", b"guestion")),
+        (good, lambda data: data[:4] + b"\xff" * 16 + data[20:]),
+        (pa.table({"a": text}), lambda data: data),
+    ):
+        parquet.write_table(table, tmp_path / "a.parquet", **plain)
+        (tmp_path / "a.parquet").write_bytes(mangle((tmp_path / "a.parquet").read_bytes()))
+        with pytest.raises(UserError, match=r"a\.parquet: row 0 cannot be read \("):
+            RowFiles.open([tmp_path / "a.parquet"]).read(0)
+
+
+def test_columns_of_one_name(tmp_path):
+    column = pa.array([1])
+    parquet.write_table(pa.Table.from_arrays([column, column, column], names=["a", "b", "a"]), tmp_path / "a.parquet")
+    with pytest.raises(UserError, match=r"a\.parquet: several columns named 'a'; keep one of each"):
+        RowFiles.open([tmp_path / "a.parquet"])
+
+
+def test_names_that_are_no_file(tmp_path, monkeypatch):
+    (tmp_path / "shards").mkdir()
+    for name, reason in (
+        ("shards", f"{tmp_path}/shards is a folder; name the files in it"),
+        ("x" * 5000, "File name too long"),
+        ("x\0", "no such file"),
+        ("gone.json", f"no such file; looked at .* and {tmp_path}/gone.json"),
+    ):
+        with pytest.raises(UserError, match=f"dataset .*: {reason}"):
+            find_files([name], str(tmp_path))
+    path = write(tmp_path / "a.json", VALUES)
+
+    def denied(*_):
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(type(path), "open", denied)
+    with pytest.raises(UserError, match=r"a\.json: cannot be read \(Permission denied\)"):
+        RowFiles.open([path])
 
 
 def test_one_file_twice(tmp_path):
