@@ -14,6 +14,7 @@ with the process. A data set in which nothing is kept is refused. With `preproce
 from __future__ import annotations
 
 import functools
+import os
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -63,11 +64,13 @@ class ChatDataset:
             self._folder = tempfile.TemporaryDirectory(prefix="mm-data-")
             samples = Path(self._folder.name, "samples.arrow")
             counts, _ = build(samples)
-        remarks = []
+        remarks, ranks = [], int(os.environ.get("WORLD_SIZE", "1"))
         if (basic.preprocessing_num_workers or 0) > cores():
-            remarks = [
+            remarks.append(
                 f"preprocessing_num_workers {basic.preprocessing_num_workers}: at most {cores()} processes, one a core"
-            ]
+            )
+        if basic.cache_dir is None and ranks > 1:
+            remarks.append(f"cache_dir is null: each of {ranks} ranks examines all rows for itself")
         places = Places(files=paths, starts=counts.starts)
         self.report = Report(places=places, counts=counts, remarks=tuple(remarks))
         self.sizes = counts.kept

@@ -154,3 +154,17 @@ class TestSeveralFiles:
         assert ids(several("valid", val_rate=0.5, max_samples=4)) == [2, 3]
         with pytest.raises(UserError, match=r"val_rate 0.1 of 5 and 3 and 4 rows is no row"):
             several("valid", val_rate=0.1)
+
+
+def test_ranks_without_a_cache_are_told(folder, processor, template, tmp_path, monkeypatch):
+    """One remark, and none where there is one process or a cache."""
+    config = kit.data_config(folder, tmp_path, [kit.row("q", "a")])
+
+    def remarks():
+        return [line for line in ChatDataset(config, processor, template).report.lines() if "ranks" in line]
+
+    assert remarks() == []
+    monkeypatch.setenv("WORLD_SIZE", "8")
+    assert remarks() == ["data cache_dir is null: each of 8 ranks examines all rows for itself"]
+    config.dataset_param.basic_parameters.cache_dir = str(tmp_path / "cache")
+    assert remarks() == []
