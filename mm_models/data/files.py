@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import codecs
 import json
+import zlib
 from array import array
 from bisect import bisect_right
 from collections.abc import Sequence
@@ -124,10 +125,8 @@ class RowFiles:
 
     def read(self, row: int) -> Any:
         """The row as JSON would give it (Parquet: a dict of columns). UserError where the file has changed."""
-        file = self._files[self.file_of(row)]
-        if stamp(file.path) != file.stamp:
-            raise UserError(f"{file.path}: the file has changed since the start. Start again.")
-        return file.read(row - self.starts[self.file_of(row)])
+        file = self.file_of(row)
+        return self._files[file].read(row - self.starts[file])
 
 
 def _open(path: Path, *, limit: int | None) -> JsonFile | ParquetFile:
@@ -150,11 +149,11 @@ def _open(path: Path, *, limit: int | None) -> JsonFile | ParquetFile:
 
 
 class JsonFile:
-    """A JSON array, or with `lines` a JSONL file, by byte offsets."""
+    """A JSON array, or with `lines` a JSONL file, by byte offsets and a checksum per row."""
 
     def __init__(self, path: Path, *, lines: bool, limit: int | None = None):
-        self.path, self._file, self.stamp = path, None, stamp(path)
-        self._starts, self._ends = array("q"), array("q")
+        self.path, self._file = path, None
+        self._starts, self._ends, self._sums = array("q"), array("q"), array("I")
         scan = self._scan_lines if lines else self._scan_array
         scan(limit)
 
@@ -165,18 +164,24 @@ class JsonFile:
         return self.__dict__ | {"_file": None}
 
     def read(self, row: int) -> Any:
-        if self._file is None:
-            self._file = self.path.open("rb")
-        self._file.seek(self._starts[row])
         try:
-            text = self._file.read(self._ends[row] - self._starts[row]).decode()
-            return json.loads(text, object_pairs_hook=_once)
+            if self._file is None:
+                self._file = self.path.open("rb")
+            self._file.seek(self._starts[row])
+            data = self._file.read(self._ends[row] - self._starts[row])
+        except OSError as error:
+            raise UserError(f"{self.path}: row {row} cannot be read any more ({error.strerror}).") from error
+        if zlib.crc32(data) != self._sums[row]:
+            raise UserError(f"{self.path}: row {row} has changed since the start. Start again.")
+        try:
+            return json.loads(data.decode(), object_pairs_hook=_once)
         except _Twice as error:
             raise UserError(f"{self.path}: row {row} has the key {error} twice in one object; keep one.") from error
 
-    def _add(self, start: int, end: int) -> None:
+    def _add(self, start: int, data: bytes) -> None:
         self._starts.append(start)
-        self._ends.append(end)
+        self._ends.append(start + len(data))
+        self._sums.append(zlib.crc32(data))
 
     def _scan_lines(self, limit: int | None) -> None:
         at = 0
@@ -184,11 +189,12 @@ class JsonFile:
             for number, line in enumerate(file, start=1):
                 if limit is not None and len(self) >= limit:
                     return
-                start = at + len(BOM) if not at and line.startswith(BOM) else at
-                line, at = line.removeprefix(BOM) if not at else line, at + len(line)
+                end = at + len(line)
+                line = line if at else line.removeprefix(BOM)
                 if line.strip():
                     self._check_line(line, number)
-                    self._add(start, at)
+                    self._add(end - len(line), line)
+                at = end
 
     def _check_line(self, line: bytes, number: int) -> None:
         try:
@@ -291,16 +297,15 @@ class _Window:
         """Go over one character."""
         self._move(self._at + 1)
 
-    def value(self) -> tuple[int, int]:
-        """Go over one JSON value; its bytes, half-open."""
+    def value(self) -> tuple[int, bytes]:
+        """Go over one JSON value: where it starts, in bytes, and the bytes."""
         size = WINDOW
         while True:
             try:
                 _, end = self._json.raw_decode(self._text, self._at)
                 if end < len(self._text) or self._whole:
                     start = self._byte
-                    self._move(end)
-                    return start, self._byte
+                    return start, self._move(end)
             except json.JSONDecodeError as error:
                 # Text that is cut off fails at its end or with an open string; anything else is wrong for good.
                 cut = error.pos >= len(self._text) - 16 or error.msg.startswith("Unterminated")
@@ -318,13 +323,15 @@ class _Window:
         """An error at the present place."""
         return UserError(f"{self._path}: not valid JSON, line {self._line} column {self._column}: {reason}.")
 
-    def _move(self, end: int) -> None:
+    def _move(self, end: int) -> bytes:
         passed = self._text[self._at : end]
-        self._byte += len(passed.encode())
+        data = passed.encode()
+        self._byte += len(data)
         lines = passed.count("\n")
         self._line += lines
         self._column = len(passed) - passed.rfind("\n") if lines else self._column + len(passed)
         self._at = end
+        return data
 
     def _grow(self, size: int) -> None:
         data = self._file.read(size)
@@ -340,7 +347,7 @@ class ParquetFile:
     """A Parquet file by row groups; the one last read stays in memory, as Arrow."""
 
     def __init__(self, path: Path, *, limit: int | None = None):
-        self.path, self.stamp = path, stamp(path)
+        self.path, self._stamp = path, stamp(path)
         file = self._open()
         names, meta = file.schema_arrow.names, file.metadata
         twice = sorted({name for name in names if names.count(name) > 1})
@@ -359,6 +366,8 @@ class ParquetFile:
     def read(self, row: int) -> dict[str, Any]:
         from pyarrow import ArrowException
 
+        if stamp(self.path) != self._stamp:
+            raise UserError(f"{self.path}: the file has changed since the start. Start again.")
         group = bisect_right(self._ends, row)
         first = self._ends[group - 1] if group else 0
         try:
