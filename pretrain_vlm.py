@@ -52,7 +52,9 @@ def forward_step(data_iterator: Iterator[MicroBatch], model: torch.nn.Module):
 
     batch = get_batch(data_iterator)
     current().position.at(
-        "forward and backward", micro_batch=batch.index, chunk=getattr(model.module, "vp_stage", None)
+        "forward and backward" if model.training else "evaluating",
+        micro_batch=batch.index,
+        chunk=getattr(model.module, "vp_stage", None),
     )
     return model(batch.data), partial(loss_func, batch)
 
@@ -60,13 +62,17 @@ def forward_step(data_iterator: Iterator[MicroBatch], model: torch.nn.Module):
 def train_valid_test_datasets_provider(
     train_val_test_num_samples: tuple[int, int, int], *, consumed_samples: int = 0, needs: frozenset[str]
 ):
-    """(train, None, None): a loader of endless micro-batches for this data-parallel rank, from `consumed_samples` on."""
+    """(train, valid, None): a loader of endless micro-batches for this data-parallel rank, from `consumed_samples` on; and that of
+    the validation split, each `iter` of it from its first sample, or None without `--eval-interval`."""
     from mm_models.data.loader import build_loader
+    from mm_models.mcore.arguments import option
     from mm_models.mcore.session import current
+    from mm_models.train.evaluation import open_split
 
     session = current()
     plan, args = session.plan, session.plan.args
-    loader = build_loader(
+    build = partial(
+        build_loader,
         plan.data,
         model_config=plan.model,
         dp_rank=session.coords.dp,
@@ -74,11 +80,11 @@ def train_valid_test_datasets_provider(
         micro_batch_size=args.micro_batch_size,
         global_batch_size=plan.global_batch_size,
         seed=args.seed,
-        consumed_samples=consumed_samples,
         needs=needs,
         pad_to_multiple_of=plan.layout.tp if args.sequence_parallel else 1,
     )
-    return loader, None, None
+    train = build(consumed_samples=consumed_samples)
+    return train, open_split(build, plan.data, option=option) if args.eval_interval else None, None
 
 
 def main() -> None:

@@ -33,9 +33,9 @@ FREE = {
     "training": {
         "load", "load_format", "load_strict", "allow_missing", "ignore_unexpected", "from_scratch", "no_load_optim",
         "no_load_rng", "load_rank0_and_broadcast", "resume_schedule", "init_model_with_meta_device", "save", "save_interval",
-        "save_async", "keep_last", "no_save_optim", "no_save_rng", "log_interval", "log_metrics", "tensorboard_dir",
-        "exit_interval", "distributed_timeout_minutes", "plugin", "lr", "lr_min", "lr_start", "lr_decay_style",
-        "lr_decay_ratio", "lr_warmup_ratio",
+        "save_async", "keep_last", "no_save_optim", "no_save_rng", "eval_interval", "eval_iters", "log_interval",
+        "log_metrics", "tensorboard_dir", "exit_interval", "distributed_timeout_minutes", "plugin", "lr", "lr_min", "lr_start",
+        "lr_decay_style", "lr_decay_ratio", "lr_warmup_ratio",
     },
 }  # fmt: skip
 """Keys that may differ at resume without a word: they change no number, or have their own rule."""

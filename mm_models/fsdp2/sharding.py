@@ -148,6 +148,12 @@ def _groups(model: nn.Module) -> Iterable[FSDPModule]:
     return (module for module in model.modules() if isinstance(module, FSDPModule))
 
 
+def reshard(model: nn.Module) -> None:
+    """After a forward that no backward follows: every group keeps its shards alone."""
+    for module in _groups(model):
+        module.reshard()
+
+
 def exchange_gradients(model: nn.Module, now: bool) -> None:
     """Before a micro-batch: whether its backward exchanges gradients; where it does not, each rank adds up its own, whole."""
     if isinstance(model, FSDPModule):

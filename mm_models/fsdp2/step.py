@@ -52,6 +52,19 @@ def train_step(
     return StepResult(loss=loss, grad_norm=norm, skipped=False, flops=all_flops)
 
 
+def evaluate_step(session: Session, model: torch.nn.Module, step: StepBatches) -> float:
+    """The loss of `step`, which trains nothing; the same on every rank. Collective over the world."""
+    total = torch.zeros((), dtype=torch.float64, device=session.device)
+    with torch.no_grad():
+        for micro in step.micro:
+            session.position.at("evaluating", micro_batch=micro.index)
+            total += micro.loss(model(micro.data)).double()
+    sharding.reshard(model)
+    session.position.at("reducing the loss")
+    torch.distributed.all_reduce(total)
+    return total.item()
+
+
 def _forward_backward(session: Session, model: torch.nn.Module, step: StepBatches, flops: int) -> tuple[float, float]:
     """The step's loss and the sum of `flops`, the same on every rank; gradients lie on the parameters."""
     total = torch.tensor([0.0, flops], dtype=torch.float64, device=session.device)

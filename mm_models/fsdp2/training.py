@@ -7,8 +7,10 @@ loader at the resumed position, then step, report and save until done. What is c
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
@@ -19,9 +21,10 @@ from mm_models.fsdp2.features.profiler import Tools
 from mm_models.fsdp2.optimizer import Optimizer
 from mm_models.fsdp2.schedule_lr import Schedule
 from mm_models.fsdp2.session import Session
-from mm_models.fsdp2.step import StepResult, train_step
-from mm_models.fsdp2.validation import RunPlan
+from mm_models.fsdp2.step import StepResult, evaluate_step, train_step
+from mm_models.fsdp2.validation import RunPlan, option
 from mm_models.train import batches, ending, log, tokens, watch
+from mm_models.train.evaluation import Evaluation, open_split
 from mm_models.train.flops import batch_flops
 from mm_models.train.progress import Progress
 from mm_models.train.signals import Signals
@@ -75,9 +78,10 @@ def set_up(session: Session) -> tuple[Trainer, Progress]:
 
 
 def run(trainer: Trainer, state: Progress, signals: Signals) -> None:
-    """Step until `train_iters`, `exit_interval` or a signal; the last step is always saved, once."""
+    """Step until `train_iters`, `exit_interval` or a signal; the last step is always saved, once. An evaluation comes after the
+    save of its step: what ends the run in it costs no training."""
     session, training = trainer.session, trainer.session.plan.config.training
-    loader = open_loader(session, state)
+    loader, evaluation = open_loaders(session, state)
     checkpoint.restore_rng(session, state)
     journal = log.Journal(
         speaks=session.rank == session.world - 1,
@@ -106,6 +110,8 @@ def run(trainer: Trainer, state: Progress, signals: Signals) -> None:
                 saver.poll()
                 if leaving or (training.save_interval and iteration % training.save_interval == 0):
                     saver.save(state)
+            if evaluation and stop is None and evaluation.due(iteration, training.train_iters):
+                evaluate(trainer, evaluation, journal)
             if leaving:
                 break
     if saver:
@@ -136,15 +142,33 @@ def one_iteration(trainer: Trainer, state: Progress, loader, journal: log.Journa
     """Read, step, report. Returns how far the run has come then."""
     session, plan = trainer.session, trainer.session.plan
     began, rate = time.perf_counter(), trainer.next_rate(state)
-    session.position.at("reading data")
-    step = batches.gather_step(
-        loader, count=plan.num_microbatches, loss_type=plan.loss_type, counts=True, device=session.device
-    )
+    step = read_step(session, loader)
     mine = sum(batch_flops(plan.model, micro.data, frozen=trainer.frozen) for micro in step.micro)
     result = train_step(session, trainer.model, trainer.optimizer, step, rate=rate, flops=mine)
     state = state.after(samples=plan.global_batch_size, skipped=result.skipped)
     journal.add(_report(trainer, state, step, result, rate=rate, seconds=time.perf_counter() - began))
     return state
+
+
+def evaluate(trainer: Trainer, evaluation: Evaluation, journal: log.Journal) -> None:
+    """Evaluate the validation split after the current step, and report it."""
+    session = trainer.session
+
+    def sums(loader: Iterator) -> tuple[float, int]:
+        step = read_step(session, loader)
+        return evaluate_step(session, trainer.model, step.undivided()), step.tokens
+
+    loss, tokens = evaluation.run([trainer.model], sums)
+    journal.add_validation(session.position.step, loss, tokens)
+
+
+def read_step(session: Session, loader: Iterator) -> batches.StepBatches:
+    """The micro-batches of one step."""
+    session.position.at("reading data")
+    plan = session.plan
+    return batches.gather_step(
+        loader, count=plan.num_microbatches, loss_type=plan.loss_type, counts=True, device=session.device
+    )
 
 
 def _report(
@@ -168,12 +192,13 @@ def _report(
     )
 
 
-def open_loader(session: Session, state: Progress):
-    """An endless iterator of this rank's micro-batches from the resumed position on."""
+def open_loaders(session: Session, state: Progress):
+    """An endless iterator of this rank's micro-batches from the resumed position on, and the evaluation that was asked for."""
     session.position.at("opening the data")
     plan = session.plan
     training = plan.config.training
-    loader = build_loader(
+    build = partial(
+        build_loader,
         plan.config.data,
         model_config=plan.model,
         dp_rank=session.rank,
@@ -181,7 +206,17 @@ def open_loader(session: Session, state: Progress):
         micro_batch_size=training.micro_batch_size,
         global_batch_size=plan.global_batch_size,
         seed=training.seed,
-        consumed_samples=state.consumed_samples,
     )
+    loader = build(consumed_samples=state.consumed_samples)
     log.say(session.rank, *loader.lines())
-    return iter(loader)
+    if training.eval_interval is None:
+        return iter(loader), None
+    evaluation = Evaluation.of(
+        open_split(build, plan.config.data, option=option),
+        interval=training.eval_interval,
+        iters=training.eval_iters,
+        num_microbatches=plan.num_microbatches,
+        option=option,
+    )
+    log.say(session.rank, *evaluation.lines())
+    return iter(loader), evaluation

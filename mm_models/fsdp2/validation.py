@@ -28,6 +28,7 @@ from mm_models.fsdp2.plans import Plans, resolve_plans
 from mm_models.fsdp2.sources import Source
 from mm_models.ops import choose
 from mm_models.registry import table
+from mm_models.train import evaluation
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,6 +95,7 @@ def plan(config: RunConfig, world: int, platform: str) -> RunPlan:
         + (f"; experts {layout}" if experts else ""),
         f"weights: {source.describe()}",
         f"data: {', '.join(map(str, data))}",
+        *evaluation.planned(config.data, interval=training.eval_interval, option=option),
         *_layout_lines(config, sizes, experts=experts),
         f"batches: global {batch} = micro {training.micro_batch_size} · accumulation {training.gradient_accumulation_steps} · "
         f"{world} ranks; loss {config.features.loss_cfg.loss_type}",
@@ -118,6 +120,11 @@ def plan(config: RunConfig, world: int, platform: str) -> RunPlan:
         expert_layout=layout,
         lines=tuple(lines),
     )
+
+
+def option(name: str) -> str:
+    """A key of `training` with its section."""
+    return f"training.{name}"
 
 
 def _check_ids(config: RunConfig) -> None:

@@ -70,6 +70,14 @@ class Arguments:
     global_batch_size: int | None = _flag(None, "samples per optimizer step (default: micro-batch size · DP)", least=1)
     train_iters: int = _flag(_REQUIRED, "optimizer steps of the whole run", least=1)
     exit_interval: int | None = _flag(None, "save and leave after an iteration divisible by this", least=1)
+    eval_interval: int | None = _flag(
+        None,
+        "evaluate the validation split of data.json after every so many iterations and the last (default: never)",
+        least=1,
+    )
+    eval_iters: int | None = _flag(
+        None, "global batches of one evaluation, the first of the split (default: all its whole ones)", least=1
+    )
     seed: int = _flag(1234, "seed of initial weights, shuffling and dropout", least=0)
 
     # Optimizer

@@ -29,7 +29,7 @@ from mm_models.weights.manifest import Checkpoint, open_checkpoint, verify
 FREE_ARGS = {
     "load", "ckpt_step", "from_scratch", "finetune", "no_load_optim", "no_load_rng", "exit_on_missing_checkpoint",
     "save", "save_interval", "no_save_optim", "mm_model", "mm_data", "plugin", "num_workers", "exit_interval", "check",
-    "log_interval", "log_metrics", "tensorboard_dir", "check_replicas", "check_batches",
+    "eval_interval", "eval_iters", "log_interval", "log_metrics", "tensorboard_dir", "check_replicas", "check_batches",
     "distributed_backend", "distributed_timeout_minutes",
     "use_checkpoint_opt_param_scheduler", "override_opt_param_scheduler",
 }  # fmt: skip

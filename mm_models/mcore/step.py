@@ -47,7 +47,10 @@ def train_step(
     warn_empty(step, speaks=session.speaks_for_loss, number=session.position.step)
     if step.empty:
         return StepResult(loss=None, grad_norm=None, skipped=True)
-    loss = _forward_backward(session, chunks, optimizer, step, forward_step)
+    for chunk in chunks:
+        chunk.zero_grad_buffer()
+    optimizer.zero_grad()
+    loss = _pipeline(session, chunks, step, forward_step)
     session.position.at("gradient norm")
     optimizer.prepare_grads()
     norm = grads.grad_norm(chunks, pieces, session.layout)
@@ -60,13 +63,20 @@ def train_step(
     return StepResult(loss=loss, grad_norm=norm, skipped=False)
 
 
-def _forward_backward(session: Session, chunks, optimizer, step: StepBatches, forward_step: Callable) -> float:
-    """The step's loss, the same on every rank."""
+def evaluate_step(
+    session: Session, chunks: Sequence[torch.nn.Module], step: StepBatches, forward_step: Callable
+) -> float:
+    """The loss of `step`, which trains nothing; the same on every rank. Collective over the world."""
+    with torch.no_grad():
+        return _pipeline(session, chunks, step, forward_step, forward_only=True)
+
+
+def _pipeline(
+    session: Session, chunks, step: StepBatches, forward_step: Callable, *, forward_only: bool = False
+) -> float:
+    """Forward, and backward, of every micro-batch over the pipeline: the step's loss, the same on every rank."""
     from megatron.core.pipeline_parallel import get_forward_backward_func
 
-    for chunk in chunks:
-        chunk.zero_grad_buffer()
-    optimizer.zero_grad()
     cursors = step.cursors(len(chunks))
     reported = get_forward_backward_func()(
         forward_step_func=forward_step,
@@ -75,7 +85,7 @@ def _forward_backward(session: Session, chunks, optimizer, step: StepBatches, fo
         num_microbatches=len(step.micro),
         seq_length=1,  # ignored: variable_seq_lengths sends every shape along
         micro_batch_size=1,
-        forward_only=False,
+        forward_only=forward_only,
     )
     session.position.at("reducing the loss")
     here = sum(

@@ -18,11 +18,12 @@ from mm_models import versions
 from mm_models.mcore import checkpoint, checkpoint_save, replicas, schedule_lr, start, validation
 from mm_models.mcore import optimizer as optim
 from mm_models.mcore import session as sessions
-from mm_models.mcore.arguments import Arguments
+from mm_models.mcore.arguments import Arguments, option
 from mm_models.mcore.session import Session
-from mm_models.mcore.step import StepResult, prepare_chunks, train_step
+from mm_models.mcore.step import StepResult, evaluate_step, prepare_chunks, train_step
 from mm_models.registry import load_plugins
 from mm_models.train import batches, ending, log, tokens, watch
+from mm_models.train.evaluation import Evaluation
 from mm_models.train.progress import Progress
 from mm_models.train.session import launcher_rank, world_size
 from mm_models.train.signals import Signals
@@ -91,9 +92,10 @@ def set_up(session: Session, model_provider: Callable, source: checkpoint.Source
 def run(
     trainer: Trainer, state: Progress, datasets_provider: Callable, forward_step: Callable, signals: Signals
 ) -> None:
-    """Step until `--train-iters`, `--exit-interval` or a signal; the last step is always saved, once."""
+    """Step until `--train-iters`, `--exit-interval` or a signal; the last step is always saved, once. An evaluation comes after the
+    save of its step: what ends the run in it costs no training."""
     session, args = trainer.session, trainer.session.plan.args
-    loader = open_loader(trainer, state, datasets_provider)
+    loader, evaluation = open_loaders(trainer, state, datasets_provider)
     checkpoint.restore_rng(session, state)
     journal = log.Journal(
         speaks=session.rank == torch.distributed.get_world_size() - 1,
@@ -118,6 +120,8 @@ def run(
             if args.save and (leaving or (args.save_interval and iteration % args.save_interval == 0)):
                 save(trainer, state)
                 saved_at = iteration
+            if evaluation and stop is None and evaluation.due(iteration, args.train_iters):
+                evaluate(trainer, evaluation, forward_step, journal)
             if leaving:
                 break
     saved = f"saved at iteration {saved_at} in {args.save}" if saved_at == state.iteration else "not saved (no --save)"
@@ -160,6 +164,18 @@ def one_iteration(
     return state
 
 
+def evaluate(trainer: Trainer, evaluation: Evaluation, forward_step: Callable, journal: log.Journal) -> None:
+    """Evaluate the validation split after the current step, and report it."""
+    session = trainer.session
+
+    def sums(loader) -> tuple[float, int]:
+        step = read_step(session, loader, check=True)
+        return evaluate_step(session, trainer.chunks, step.undivided(), forward_step), step.tokens
+
+    loss, tokens = evaluation.run(trainer.chunks, sums)
+    journal.add_validation(session.position.step, loss, tokens)
+
+
 def read_step(session: Session, loader, *, check: bool) -> batches.StepBatches:
     """The micro-batches of one step; `check` compares their sample ids across the model-parallel group."""
     from megatron.core import parallel_state
@@ -199,15 +215,25 @@ def _report(
     )
 
 
-def open_loader(trainer: Trainer, state: Progress, datasets_provider: Callable):
-    """An endless iterator of this rank's micro-batches from the resumed position on."""
-    session = trainer.session
+def open_loaders(trainer: Trainer, state: Progress, datasets_provider: Callable):
+    """An endless iterator of this rank's micro-batches from the resumed position on, and the evaluation that was asked for."""
+    session, args = trainer.session, trainer.session.plan.args
     session.position.at("opening the data")
     needs = frozenset().union(*(start.unwrap(chunk).needs() for chunk in trainer.chunks))
-    samples = session.plan.args.train_iters * session.plan.global_batch_size
-    loader, _, _ = datasets_provider((samples, 0, 0), consumed_samples=state.consumed_samples, needs=needs)
+    samples = args.train_iters * session.plan.global_batch_size
+    loader, valid, _ = datasets_provider((samples, 0, 0), consumed_samples=state.consumed_samples, needs=needs)
     log.say(session.rank, *getattr(loader, "lines", list)())
-    return iter(loader)
+    if args.eval_interval is None:
+        return iter(loader), None
+    evaluation = Evaluation.of(
+        valid,
+        interval=args.eval_interval,
+        iters=args.eval_iters,
+        num_microbatches=session.plan.num_microbatches,
+        option=option,
+    )
+    log.say(session.rank, *evaluation.lines())
+    return iter(loader), evaluation
 
 
 def save(trainer: Trainer, state: Progress) -> None:

@@ -16,6 +16,7 @@ from mm_models.errors import UserError
 from mm_models.layout import ModelSplit, ParallelLayout
 from mm_models.mcore.arguments import Arguments, option
 from mm_models.ops import choose
+from mm_models.train import evaluation
 from mm_models.weights.hffolder import is_hf_folder
 from mm_models.weights.mmfolder import RELEASE, iterations
 
@@ -41,7 +42,7 @@ class RunPlan:
     global_batch_size: int
     num_microbatches: int
     notes: tuple[str, ...] = ()
-    """What the reader of model.json has to say."""
+    """What the reader of model.json has to say, and what becomes of a validation split."""
 
     @property
     def loss_type(self) -> str:
@@ -62,6 +63,7 @@ def plan(args: Arguments, world: int, *, device: str = "cpu") -> RunPlan:
     _check_sequence_parallel(args, model, layout)
     global_batch_size, num_microbatches = _batches(args, layout)
     data = _data(args)
+    notes += evaluation.planned(data, interval=args.eval_interval, option=option)
     return RunPlan(
         args=args,
         model=model,
@@ -162,6 +164,8 @@ def _check_start(args: Arguments) -> None:
         _refuse_alone(args, needs_load, "--load")
     if args.save is None:
         _refuse_alone(args, ("save_interval", "no_save_optim"), "--save")
+    if args.eval_interval is None:
+        _refuse_alone(args, ("eval_iters",), "--eval-interval")
     if args.dump_tokens is None and args.dump_batches != Arguments.dump_batches:
         raise UserError("--dump-batches without --dump-tokens would do nothing. Add --dump-tokens or drop it.")
     if args.override_opt_param_scheduler and args.use_checkpoint_opt_param_scheduler:

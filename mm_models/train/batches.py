@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -61,6 +61,10 @@ class StepBatches:
     @property
     def sample_ids(self) -> list[int]:
         return [id for micro in self.micro for id in micro.data["sample_ids"]]
+
+    def undivided(self) -> StepBatches:
+        """The same micro-batches, each with its summed cross entropy as its loss."""
+        return replace(self, micro=tuple(replace(micro, tokens=1, parts=1) for micro in self.micro))
 
     def cursors(self, chunks: int) -> list[Iterator[MicroBatch]]:
         """One iterator over the same micro-batches for each virtual chunk."""

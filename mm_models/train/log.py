@@ -9,6 +9,7 @@ Only one rank prints iterations: the last, which has the loss, as in Megatron.
 from __future__ import annotations
 
 import json
+import math
 import re
 import sys
 from collections.abc import Mapping, Sequence
@@ -64,6 +65,12 @@ def iteration_line(it: Iteration, now: datetime) -> str:
     return text + f" number of skipped iterations: {it.skipped:3d} | number of nan iterations: {it.nans:3d} |"
 
 
+def validation_line(iteration: int, loss: float) -> str:
+    """Megatron's line (training.py, `evaluate_and_print_results`)."""
+    perplexity = math.exp(min(20, loss))
+    return f" validation loss at iteration {iteration} | lm loss value: {loss:.6E} | lm loss PPL: {perplexity:.6E} |"
+
+
 class Journal:
     """Where iterations are reported. Silent on every rank but one."""
 
@@ -86,8 +93,7 @@ class Journal:
         if self._metrics:
             speeds = {"tokens_per_second": it.tokens_per_second, "tflops_per_second": it.tflops_per_second}
             record = asdict(it) | speeds
-            self._metrics.write(json.dumps(record) + "\n")
-            self._metrics.flush()
+            self._write(record)
         if self._board:
             self._scalars(it)
         self._seconds, self._count, self._skipped = (
@@ -103,6 +109,16 @@ class Journal:
             bar, task = self._progress
             bar.update(task, completed=it.iteration, speed=f"{it.tokens_per_second:,.0f} tokens/s")
 
+    def add_validation(self, iteration: int, loss: float, tokens: int) -> None:
+        """Report the validation loss after an iteration, over `tokens` trained tokens. A line of its own in the metrics file."""
+        if not self.speaks:
+            return
+        if self._metrics:
+            self._write({"iteration": iteration, "validation_loss": loss, "validation_tokens": tokens})
+        if self._board:
+            self._board.add_scalar("lm loss validation", loss, iteration)
+        self._print(validation_line(iteration, loss))
+
     @property
     def tokens_per_second(self) -> float:
         """The mean since the start, on every rank."""
@@ -113,6 +129,10 @@ class Journal:
         text = f"training ended at iteration {iteration} of {train_iters}, {consumed_samples} samples consumed, "
         text += f"{self.tokens_per_second:,.0f} tokens/s"
         return text + (f", {self._all_flops / self._all_seconds / 1e12:.3g} TFLOP/s" if self._all_flops else "")
+
+    def _write(self, record: Mapping[str, object]) -> None:
+        self._metrics.write(json.dumps(record) + "\n")
+        self._metrics.flush()
 
     def _print(self, line: str) -> None:
         if self._progress:

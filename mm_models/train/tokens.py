@@ -121,7 +121,8 @@ def recording(
     tokenizer: str,
     writes: bool = True,
 ) -> Iterator[None]:
-    """Dump what `module` is handed as its first argument in the first `batches` steps within; `position` tells the step.
+    """Dump what `module` is handed as its first argument in the first `batches` steps within; `position` tells the step. What it
+    is handed in an evaluation is left out.
 
     Nothing where `folder` is None, or on a rank that does not write. The files are there as soon as the next step
     begins, and at the latest when this ends, also by a failure.
@@ -132,6 +133,8 @@ def recording(
     dump = TokenDump(folder, place, tokenizer=tokenizer)
 
     def hook(_: torch.nn.Module, arguments: tuple[Any, ...]) -> None:
+        if not module.training:
+            return
         if position.step < dump.first(position.step) + batches:
             dump.add(position.step, arguments[0])
         else:

@@ -189,3 +189,13 @@ def test_padding_is_no_difference_but_what_stands_in_it_is(tmp_path, whole):
     pairs[1][0]["labels"][1, 10] = 99  # sample 4 has 10 tokens, padded to sample 5's 11
     found = difference(whole, write(tmp_path / "e", *pairs))
     assert (found.step, found.part, found.at) == (2, "input_ids", 10) and "token 10 is no padding" in found.what
+
+
+def test_what_an_evaluation_hands_the_model_is_left_out(tmp_path):
+    module, position = torch.nn.Identity(), Position(step=1)
+    with recording(module, position, folder=str(tmp_path), batches=2, place=Place(), tokenizer="none"):
+        module(micro(0, 1))
+        module.eval()(micro(2))
+        module.train()
+    (step,) = Dump(tmp_path).steps
+    assert len(Dump(tmp_path).batch(step).rows) == 2

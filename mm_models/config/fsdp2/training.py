@@ -68,6 +68,11 @@ class Training(StrictModel):
     no_save_optim: bool = False
     no_save_rng: bool = False
 
+    eval_interval: Count | None = None
+    """Evaluate the validation split of `data` after every so many iterations and the last. null: never."""
+    eval_iters: Count | None = None
+    """Global batches of one evaluation, the first of the split. null: all its whole ones."""
+
     log_interval: Count = 1
     log_metrics: Text | None = None
     """File that gets one JSON object per iteration, numbers in full precision."""
@@ -85,6 +90,8 @@ class Training(StrictModel):
         self._check_start()
         if self.save is None and (given := [name for name in ("save_async", "keep_last") if getattr(self, name)]):
             raise ValueError(f"{', '.join(given)} without save would do nothing; name a folder in save or drop it")
+        if self.eval_iters is not None and self.eval_interval is None:
+            raise ValueError("eval_iters without eval_interval would do nothing; set eval_interval or drop it")
         return self
 
     def _check_rates(self) -> None:
