@@ -18,12 +18,14 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable
+from multiprocessing import forkserver
 from multiprocessing.connection import wait
 from typing import Any
 
 PRELOAD = ["tests.preload"]
 _context = multiprocessing.get_context("forkserver")
 _context.set_forkserver_preload(PRELOAD)
+forkserver.ensure_running()  # before the product asks for a server with imports of its own
 
 
 class CaseFailed(AssertionError):

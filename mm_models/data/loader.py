@@ -2,7 +2,7 @@
 
 Ranks of one model-parallel group pass the same arguments, `needs` apart, and get the same sample ids. The order does
 not depend on `num_workers`; a sample that a worker has prepared but no step has used is prepared again after a resume.
-Workers are started fresh (forkserver), never forked from a process that runs torch threads. What goes wrong in one is
+Workers are started fresh (see `fresh`), never forked from a process that runs torch threads. What goes wrong in one is
 raised in the main process as what it is, with the rows.
 """
 
@@ -18,6 +18,7 @@ from mm_models.config.data import DataConfig
 from mm_models.config.model import ModelConfig
 from mm_models.data.collator import NEEDS, Batch
 from mm_models.data.examine import make_processor, make_template
+from mm_models.data.fresh import forkserver
 from mm_models.data.parcel import Parcel
 from mm_models.data.preload import preloaded
 from mm_models.data.processor import pixel_bounds
@@ -83,7 +84,7 @@ class Loader:
         return preloaded(batches, self._device) if self._preload and self._device is not None else batches
 
     def _batches(self) -> Iterator[Batch]:
-        workers = {"num_workers": self._workers, "multiprocessing_context": "forkserver"} if self._workers else {}
+        workers = {"num_workers": self._workers, "multiprocessing_context": forkserver()} if self._workers else {}
         loader = DataLoader(
             _Batches(self.dataset, self.collator, images=self._images),
             sampler=self.sampler,

@@ -83,7 +83,7 @@ def load_processor(
     if not any((folder / name).is_file() for name in ("tokenizer.json", "tokenizer_config.json")):
         raise UserError(f"{folder}: no tokenizer.json; copy the tokenizer's files of the model into the folder.")
     tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
-    image_processor = _named(kind.image_processor).from_pretrained(folder, local_files_only=True)
+    image_processor = named(kind.image_processor).from_pretrained(folder, local_files_only=True)
     _set_bounds(image_processor, kind, image_min_pixels, image_max_pixels, folder)
     return _without_video(kind)(
         image_processor=image_processor, tokenizer=tokenizer, chat_template=_chat_template(folder, tokenizer)
@@ -106,7 +106,7 @@ def grid_rule(processor: Any) -> Callable[[int, int], tuple[int, int, int]]:
 def _grid(kind: ProcessorKind, images: Any, height: int, width: int) -> tuple[int, int, int]:
     unit = images.temporal_patch_size
     frames = {"num_frames": unit, "temporal_factor": unit} if kind.frames_in_size else {}
-    resized = _named(kind.smart_resize)(
+    resized = named(kind.smart_resize)(
         **frames,
         height=height,
         width=width,
@@ -143,7 +143,7 @@ def _chat_template(folder: Path, tokenizer: Any) -> str:
     )
 
 
-def _named(target: str) -> Any:
+def named(target: str) -> Any:
     module, attribute = target.split(":")
     return getattr(importlib.import_module(module), attribute)
 
@@ -155,7 +155,7 @@ def _without_video(kind: ProcessorKind) -> type:
     Transformers reads a processor's parts from the parameter names of `__init__`: without `video_processor` there is
     none.
     """
-    stock = _named(kind.processor)
+    stock = named(kind.processor)
 
     class ImageOnlyProcessor(stock):
         def __init__(self, image_processor=None, tokenizer=None, chat_template=None, **kwargs):

@@ -1,13 +1,12 @@
 """Work shared out to processes, results in order.
 
-Processes come from a forkserver: they are never forked from a process that runs threads of a tokenizer, of torch or of a
-device. Each has a pipe of its own and no thread, so that its death is seen at once, and it ends by itself when the main
+Processes come from a forkserver (see `fresh`): they are never forked from a process that runs threads of a tokenizer, of
+torch or of a device. Each has a pipe of its own and no thread, so that its death is seen at once, and it ends by itself when the main
 process dies. Memory is bounded: a task is handed out only while few results wait for an earlier one.
 """
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import signal
 import traceback
@@ -15,6 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
+from mm_models.data.fresh import forkserver
 from mm_models.errors import UserError
 from mm_models.registry import load_plugins, loaded_plugins
 
@@ -53,7 +53,7 @@ def ordered(
 
 class _Worker:
     def __init__(self, start: Callable, arguments: tuple):
-        context = multiprocessing.get_context("forkserver")
+        context = forkserver()
         self.pipe, theirs = context.Pipe()
         self.task: int | None = None
         self._process = context.Process(target=_serve, args=(theirs, start, arguments, loaded_plugins()), daemon=True)
