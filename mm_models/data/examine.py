@@ -79,15 +79,15 @@ class Examiner:
             return Outcome(row=row, fault=str(error))
 
     def _examine(self, conversation: rows.Conversation) -> Outcome:
-        row, limit, notes = conversation.row, self._basic.cutoff_len, ()
+        row, limit, notes = conversation.row, self._basic.cutoff_len, conversation.notes
         sources = tuple(images.resolve(image, self._base) for image in conversation.images)
         grids = tuple(map(self._grid, sources))
         encoded = self._encode(conversation.turns, grids)
         if len(encoded.ids) > limit:
             encoded = self._cut(conversation.turns, grids) if self._basic.cutoff == "turns" else None
             if encoded is None:
-                return Outcome(row=row, dropped=f"longer than cutoff_len {limit}")
-            notes = (f"turns at the end left out to fit cutoff_len {limit}",)
+                return Outcome(row=row, dropped=f"longer than cutoff_len {limit}", notes=notes)
+            notes += (f"turns at the end left out to fit cutoff_len {limit}",)
         notes += encoded.notes
         if not encoded.answered:
             return Outcome(row=row, dropped="no answer to learn from", notes=notes)

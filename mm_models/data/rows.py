@@ -10,7 +10,7 @@ sample id everywhere.
 Refused by row: a missing or mistyped column, an unknown role, turns that do not alternate user / assistant after an
 optional system text, a conversation without a last answer, what would be lost unseen (tool calls, weights), video, and
 marks that do not match the images. An image without a mark is one of those: a chat template writes no image where the
-content has none. Columns that `attr` does not name are left alone.
+content has none. Columns that `attr` does not name are left alone; one of `SPOKEN` that holds something is noted.
 """
 
 from __future__ import annotations
@@ -28,10 +28,15 @@ IMAGE_MARK = "<image>"
 VIDEO_MARK = "<video>"
 TEXT, IMAGES, VIDEOS = "text", ("image", "image_url"), ("video", "video_url")
 """Types of a content part."""
-UNSEEN = ("tool_calls", "function_call", "reasoning_content", "audio")
-"""Keys of a message whose content would be lost."""
-SWITCHES = ("weight", "loss", "train")
-"""Keys that other trainers read as: do not train this message."""
+UNSEEN = ("tool_calls", "function_call", "reasoning_content", "reasoning", "thinking")
+MEDIA = ("image", "images", "video", "videos", "audio", "audios")
+"""With `UNSEEN`: keys of a message whose content would be lost."""
+SWITCHES = ("weight", "loss", "train", "training", "loss_weight", "loss_mask")
+"""Keys by which other trainers weigh a message, or leave it out; 1 and true ask for nothing."""
+SPOKEN = ("system", "system_prompt", "tools", *MEDIA)
+"""Columns that people expect to be read."""
+SOURCES = ("image", "image_url", "path", "url")
+"""Keys of an image part that say where the image is."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -48,6 +53,8 @@ class Conversation:
     turns: tuple[Turn, ...]
     images: tuple[str | ImageBytes, ...]
     """In the order of their marks."""
+    notes: tuple[str, ...] = ()
+    """What the reader of the report should know."""
 
 
 def parse_row(row: int, value: Any, attr: Attributes) -> Conversation:
@@ -70,9 +77,11 @@ def parse_row(row: int, value: Any, attr: Attributes) -> Conversation:
     if marks != len(column):
         raise UserError(f"{marks} {IMAGE_MARK} marks in the text, {len(column)} images; each image needs its mark")
     supply = iter(column)
-    return Conversation(
-        row=row, turns=tuple(turns), images=tuple(next(supply) if slot is None else slot for slot in slots)
-    )
+    found = tuple(next(supply) if slot is None else slot for slot in slots)
+    for image in found:
+        if not _is_unicode(image if isinstance(image, str) else image.name):
+            raise UserError(f"image {str(image)!r}: half of a surrogate pair in the name; rename the file")
+    return Conversation(row=row, turns=tuple(turns), images=found, notes=_unread(value, attr))
 
 
 def _system(value: dict[str, Any], attr: Attributes) -> list[Turn]:
@@ -105,8 +114,8 @@ def _turn(place: str, message: Any, attr: Attributes) -> tuple[Turn, list[str | 
     missing = [key for key in (attr.role_tag, attr.content_tag) if key not in message]
     if missing:
         raise UserError(f"{place} has no key {missing[0]!r}; it has {', '.join(map(repr, message)) or 'no keys'}")
-    lost = [key for key in UNSEEN if message.get(key)]
-    lost += [key for key in SWITCHES if message.get(key) is not None and not message[key]]
+    lost = [key for key in (*UNSEEN, *MEDIA) if message.get(key) and _given(message[key])]
+    lost += [key for key in SWITCHES if message.get(key) is not None and message[key] != 1]
     if lost:
         raise UserError(f"{place}: {lost[0]!r} is {message[lost[0]]!r:.60}, which has no effect here; take it out")
     tags = {attr.user_tag: "user", attr.assistant_tag: "assistant", attr.system_tag: "system"}
@@ -134,9 +143,10 @@ def _part(place: str, part: Any) -> tuple[str, list[str | ImageBytes | None]]:
     if kind in VIDEOS:
         raise UserError(f"{place}: a part of type {kind!r}; video is not supported yet, take the row out")
     if kind in IMAGES:
-        sources = [part[key] for key in ("image", "image_url", "path", "url") if part.get(key) is not None]
+        sources = [part[key] for key in SOURCES if _given(part.get(key))]
         if len(sources) > 1:
             raise UserError(f"{place}: an image part with {len(sources)} sources, expected one")
+        _check_alone(place, part, (TEXT, *VIDEOS))
         source = sources[0] if sources else None
         if isinstance(source, dict) and "url" in source:
             source = source["url"]
@@ -148,7 +158,15 @@ def _part(place: str, part: Any) -> tuple[str, list[str | ImageBytes | None]]:
     if not isinstance(text, str):
         raise UserError(f"{place}: text is {type(text).__name__}, expected text with {IMAGE_MARK} marks")
     _check_text(place, text)
+    _check_alone(place, part, (*SOURCES, *VIDEOS))
     return text, [None] * text.count(IMAGE_MARK)
+
+
+def _check_alone(place: str, part: dict[str, Any], others: Iterable[str]) -> None:
+    """What a part has for another type would be lost; a Parquet file has those keys in every part, as null."""
+    lost = [key for key in others if part.get(key) and _given(part[key])]
+    if lost:
+        raise UserError(f"{place}: a part of type {part['type']!r} with {lost[0]!r}; make it a part of its own")
 
 
 def _check_text(place: str, text: str) -> None:
@@ -170,9 +188,21 @@ def _is_unicode(text: str) -> bool:
 def _column(value: dict[str, Any], attr: Attributes) -> list[str | ImageBytes]:
     """The images of the row's own column: a list, or one alone."""
     found = value.get(attr.images) if attr.images is not None else None
-    if found is None or found == "":
+    if found == "" or not _given(found):
         return []
     return [images.parse(image) for image in (found if isinstance(found, list) else [found])]
+
+
+def _given(value: Any) -> bool:
+    """Not null, and no object of nulls: Parquet files have those for an object that is not there."""
+    return any(map(_given, value.values())) if isinstance(value, dict) else value is not None
+
+
+def _unread(value: dict[str, Any], attr: Attributes) -> tuple[str, ...]:
+    """What is said about columns that a person may think are read."""
+    found = [name for name in SPOKEN if value.get(name) and _given(value[name])]
+    read = (attr.messages, attr.images, attr.videos, attr.system)
+    return tuple(f"{name!r} is not read, attr does not name it" for name in found if name not in read)
 
 
 def _check_order(turns: list[Turn]) -> None:

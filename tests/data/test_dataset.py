@@ -55,9 +55,9 @@ class TestRows:
     def test_files_that_are_not_data(self, make, folder, processor, template, tmp_path):
         config = kit.data_config(folder, tmp_path)
         for text, message in (
-            ('{"a": 1}', "got dict at the top"),
+            ("1", "begins with .1., expected a list of rows"),
             ("[1", "line 1 column"),
-            ("{}\n{}", "name the file .jsonl"),
+            ("{}\n{", "line 2 is not valid JSON"),
         ):
             (tmp_path / "train.json").write_text(text)
             with pytest.raises(UserError, match=message):
@@ -74,6 +74,20 @@ class TestRows:
         assert len(ChatDataset(config, processor, template, split="valid")) == 2
         with pytest.raises(UserError, match="val_dataset and val_rate are null"):
             ChatDataset(kit.data_config(folder, tmp_path), processor, template, split="valid")
+
+    @pytest.mark.parametrize("split", ["train", "valid"])
+    def test_no_row_is_trained_and_validated(self, folder, processor, template, tmp_path, split):
+        """Not under another name either, and a file that is not there is told when training starts."""
+        (tmp_path / "link.json").symlink_to("train.json")
+        for names, words in (
+            (["val.json", "train.json"], f"both name {tmp_path}/train.json: validation would see rows"),
+            ("link.json", f"both name {tmp_path}/train.json"),
+            ("gone.json", "dataset 'gone.json': no such file"),
+        ):
+            (tmp_path / "val.json").write_text(json.dumps([GOOD]))
+            config = kit.data_config(folder, tmp_path, [GOOD], val_dataset=names)
+            with pytest.raises(UserError, match=words):
+                ChatDataset(config, processor, template, split=split)
 
 
 class TestDropped:
@@ -158,13 +172,12 @@ class TestSeveralFiles:
 
 def test_ranks_without_a_cache_are_told(folder, processor, template, tmp_path, monkeypatch):
     """One remark, and none where there is one process or a cache."""
-    config = kit.data_config(folder, tmp_path, [kit.row("q", "a")])
 
-    def remarks():
-        return [line for line in ChatDataset(config, processor, template).report.lines() if "ranks" in line]
+    def remarks(**changes):
+        config = kit.data_config(folder, tmp_path, [kit.row("q", "a")], **changes)
+        return [line for line in ChatDataset(config, processor, template).report.lines() if "each of" in line]
 
     assert remarks() == []
     monkeypatch.setenv("WORLD_SIZE", "8")
     assert remarks() == ["data cache_dir is null: each of 8 ranks examines all rows for itself"]
-    config.dataset_param.basic_parameters.cache_dir = str(tmp_path / "cache")
-    assert remarks() == []
+    assert remarks(cache_dir=str(tmp_path / "cache")) == []

@@ -129,6 +129,14 @@ class TestPrompts:
         assert found.ids == templates(family).encode(turns, tokens).ids
         assert len(found.ids) - sum(end - start for start, end in found.trained) == sum(tokens) + 2 * len(tokens)
 
+    @pytest.mark.parametrize("family", FORMATS)
+    def test_an_image_is_no_answer_to_learn_from(self, examine, tmp_path, family):
+        """An image is not trained: the end token alone would be."""
+        kit.picture(tmp_path / "a.png")
+        assert examine(kit.row("q", " <image>\n", images=["a.png"]), family=family).dropped == "no answer to learn from"
+        found = examine(kit.row("q", "<image>", "q", "a", images=["a.png"]), family=family, mask_history=True)
+        assert found.sample and examine(kit.row("q", "so <image>", images=["a.png"]), family=family).sample
+
     def test_a_prompt_alone_is_enough_to_learn_from(self, examine):
         assert examine(kit.row("q", "")).dropped == "no answer to learn from"
         assert examine(kit.row("q", ""), train_on_prompt=True).sample

@@ -158,6 +158,23 @@ BAD = {
     "tool call": (message(tool_calls=[{"id": 1}]), "messages[1]: 'tool_calls' is [{'id': 1}], which has no effect"),
     "thought aside": (message(reasoning_content="hm"), "'reasoning_content' is 'hm', which has no effect here"),
     "weight": (message(weight=0), "'weight' is 0, which has no effect here"),
+    "half a weight": (message(weight=0.5), "'weight' is 0.5, which has no effect here"),
+    "a switch as text": (message(train="false"), "'train' is 'false', which has no effect here"),
+    "loss mask": (message(loss_mask=0), "'loss_mask' is 0, which has no effect here"),
+    "image beside the text": (message(images=["a.png"]), "messages[1]: 'images' is ['a.png'], which has no effect"),
+    "image in a text part": (
+        chat([part("text", text="q", image_url={"url": "a.png"})], "a"),
+        "messages[0]: a part of type 'text' with 'image_url'; make it a part of its own",
+    ),
+    "text in an image part": (
+        chat([part("image", image="a.png", text="q")], "a"),
+        "messages[0]: a part of type 'image' with 'text'; make it a part of its own",
+    ),
+    "name of an image": (kit.row("<image>", "a", images=["caf\udce9.png"]), "half of a surrogate pair in the name"),
+    "name of an image of bytes": (
+        kit.row("<image>", "a", images=[{"bytes": TEXT, "path": "caf\udce9.png"}]),
+        "half of a surrogate pair in the name",
+    ),
 }
 
 
@@ -170,7 +187,23 @@ def test_refused(case):
 
 
 def test_keys_that_ask_for_nothing_are_left_alone():
-    assert parse(message(weight=1, tool_calls=None, name="x") | {"tools": None, "videos": []}).turns[1].text == "a"
+    """Nulls, and objects of nulls, are what a Parquet file has where a row has no such key."""
+    found = parse(message(weight=1.0, train=True, tool_calls=None, name="x") | {"tools": None, "videos": [], "id": 7})
+    assert found.turns[1].text == "a" and found.notes == ()
+    nothing = {"url": None, "detail": None}
+    row = chat([part("text", text="q", image_url=nothing), part("image_url", text="", image_url=nothing)], "a")
+    assert parse(row | {"images": ["a.png"]}).images == ("a.png",)
+    assert parse(chat([part("image", image="a.png", image_url=nothing)], "a")).images == ("a.png",)
+    assert parse(GOOD | {"images": {"bytes": None, "path": None}, "tools": nothing}).images == ()
+
+
+def test_columns_that_one_may_think_are_read_are_noted():
+    """A system text in a column that attr does not name is not trained on, and the report says so."""
+    row = {**GOOD, "system": "be kind", "image": "a.png", "tools": "[]", "source": "web"}
+    assert parse(row).notes == tuple(
+        f"{name!r} is not read, attr does not name it" for name in ("system", "tools", "image")
+    )
+    assert parse(row | {"image": None, "tools": ""}, system="system").notes == ()
 
 
 JSON = st.recursive(

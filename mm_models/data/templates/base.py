@@ -232,11 +232,16 @@ def _content(text: str) -> str | list[dict[str, str]]:
     return parts
 
 
+def has_text(text: str) -> bool:
+    """Something besides images and white space."""
+    return bool(text.replace(IMAGE_MARK, "").strip())
+
+
 def _all_trained(rendered: Rendered, turns: Sequence[Turn]) -> Rendered:
     """With everything trained that is not fixed."""
     return Rendered(
         pieces=tuple(dataclasses.replace(piece, trained=not piece.fixed) for piece in rendered.pieces),
-        answered=any(turn.text.replace(IMAGE_MARK, "").strip() for turn in turns),
+        answered=any(has_text(turn.text) for turn in turns),
         notes=rendered.notes,
     )
 

@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from mm_models.data.rows import IMAGE_MARK, Turn
-from mm_models.data.templates.base import PROBES, Encoded
+from mm_models.data.templates.base import PROBES, Encoded, has_text
 from mm_models.data.templates.glm import BOXES, Answer, GlmTemplate
 
 MARKUP = ("<think>", "</think>", "<answer>", "</answer>", *BOXES)
@@ -45,7 +45,7 @@ class Glm4vTemplate(GlmTemplate):
         return MARKUP if role == "assistant" else ()
 
     def answer(self, text: str, *, last: bool, trained: bool) -> Answer:
-        return Answer(pieces=self.split(text, trained=trained, tokens=MARKUP), text=bool(text.strip()))
+        return Answer(pieces=self.split(text, trained=trained, tokens=MARKUP), text=has_text(text))
 
 
 def _is_unusual(text: str) -> bool:

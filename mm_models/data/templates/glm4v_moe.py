@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import re
 
-from mm_models.data.templates.base import Piece
+from mm_models.data.templates.base import Piece, has_text
 from mm_models.data.templates.glm import BOXES, Answer, GlmTemplate, token
 from mm_models.errors import UserError
 
@@ -50,7 +50,7 @@ class Glm4vMoeTemplate(GlmTemplate):
         ]
         if answer:
             pieces += [Piece(text="\n", **thinks), *self.split(answer, trained=trained, tokens=BOXES)]
-        return Answer(pieces=pieces, text=bool(thought or answer), note=DROPPED if dropped else None)
+        return Answer(pieces=pieces, text=has_text(thought + answer), note=DROPPED if dropped else None)
 
 
 def _split_thought(text: str) -> tuple[str, str]:

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from mm_models.data.rows import Turn
-from mm_models.data.templates.base import ChatTemplate, Piece, Rendered
+from mm_models.data.templates.base import ChatTemplate, Piece, Rendered, has_text
 
 SYSTEM = "You are a helpful assistant."
 GROUNDING = tuple(f"<|{name}_{side}|>" for name in ("object_ref", "box", "quad") for side in ("start", "end"))
@@ -39,7 +39,7 @@ class Qwen2VLTemplate(ChatTemplate):
                 Piece(text=self.end_token, token=True, trained=trained),
                 Piece(text="\n"),
             ]
-            answered = answered or (trained and bool(turn.text.strip()))
+            answered = answered or (trained and has_text(turn.text))
         return Rendered(pieces=tuple(pieces), answered=answered)
 
     def image_pieces(self) -> list[Piece]:
