@@ -7,6 +7,7 @@ user's mistake is one line on stderr and exit status 2, without a traceback.
 from __future__ import annotations
 
 import argparse
+import io
 import json
 import sys
 from collections.abc import Callable, Sequence
@@ -73,7 +74,10 @@ def natural(text: str) -> int:
 
 
 def finish(prog: str, run: Callable[[], int]) -> int:
-    """Run a command; the exit status."""
+    """Run a command; the exit status. A character that the terminal's encoding lacks is written as `\\u4e2d`."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
     try:
         return run()
     except UserError as error:

@@ -4,14 +4,16 @@
     mm-models view-data --config config.yaml --index 0 [section.key=value ...]
 
 A sample is shown as the model gets it, decoded from its ids: trained tokens are marked, image tokens folded into a line
-with the picture's size, its grid and count. Rows are numbered through all files, as in every report. A row that is not
-a sample is shown with the reason; a refused one makes the exit status 1.
+with the picture's size, its grid and count; control characters, as `\\x1b`. Rows are numbered through all files, as in
+every report. A row that is not a sample, or not in the training split, is shown with the reason; a refused one makes the
+exit status 1.
 """
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
+import unicodedata
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -25,6 +27,18 @@ if TYPE_CHECKING:
     from mm_models.data.examine import Outcome
 
 PROG = "mm-models view-data"
+TURNS = ("LRE", "RLE", "LRO", "RLO", "PDF", "LRI", "RLI", "FSI", "PDI")
+"""Directions of the characters that turn what follows."""
+
+
+def visible(text: str, *, keep: str = "") -> str:
+    """With what a terminal or a browser would obey in place of showing it written out: control characters and those
+    that turn the direction of text."""
+
+    def shown(char: str) -> bool:
+        return unicodedata.category(char) not in ("Cc", "Cs") and unicodedata.bidirectional(char) not in TURNS
+
+    return "".join(char if char in keep or shown(char) else ascii(char)[1:-1] for char in text)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -38,9 +52,9 @@ class Picture:
     tokens: int
 
     def line(self) -> str:
-        width, height = self.size
+        (width, height), used = self.size, f"{self.used[0]} x {self.used[1]}"
         grid = " x ".join(map(str, self.grid))
-        return f"{self.source}: {width} x {height}, used as {self.used[0]} x {self.used[1]}, grid {grid}, {self.tokens} tokens"
+        return f"{visible(str(self.source))}: {width} x {height}, used as {used}, grid {grid}, {self.tokens} tokens"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -51,16 +65,19 @@ class View:
     row: int
     cutoff: int
     outcome: Outcome
+    left_out: str | None = None
+    """Why the row is not in the training split."""
     runs: tuple[Run, ...] = ()
     pictures: tuple[Picture, ...] = ()
 
     @property
     def title(self) -> str:
-        return f"row {self.row} ({self.place})"
+        return visible(f"row {self.row} ({self.place})")
 
     def facts(self) -> list[str]:
         """Lines about the whole of it."""
         sample, notes = self.outcome.sample, [f"note: {note}" for note in self.outcome.notes]
+        notes += [f"NOT TRAINED: {self.left_out}"] if self.left_out else []
         if sample is None:
             reason = self.outcome.fault or self.outcome.dropped
             return [f"{'REFUSED' if self.outcome.fault else 'LEFT OUT'}: {reason}", *notes]
@@ -86,8 +103,11 @@ def main(arguments: Sequence[str]) -> int:
     if args.html:
         from mm_models.cli.view_html import page
 
-        Path(args.html).parent.mkdir(parents=True, exist_ok=True)
-        Path(args.html).write_text(page(views), encoding="utf-8")
+        try:
+            Path(args.html).parent.mkdir(parents=True, exist_ok=True)
+            Path(args.html).write_text(page(views), encoding="utf-8")
+        except OSError as error:
+            raise UserError(f"--html {args.html}: cannot be written ({error.strerror}).") from error
         print(f"{args.html}: {', '.join(view.title for view in views)}")
     else:
         for view in views:
@@ -115,6 +135,7 @@ def look(config: DataConfig, index: int, count: int) -> list[View]:
     """Rows `index` to `index + count`, examined as a run examines them."""
     from mm_models.data.examine import Examiner, make_processor, make_template
     from mm_models.data.files import RowFiles, find_files
+    from mm_models.data.selection import left_out
 
     basic = config.dataset_param.basic_parameters
     files = RowFiles.open(find_files(basic.files, basic.dataset_dir))
@@ -128,7 +149,8 @@ def look(config: DataConfig, index: int, count: int) -> list[View]:
         path, number = files.origin(row)
         outcome = examiner.examine(row, files.read(row))
         shown = {"place": f"{path}: row {number}", "row": row, "cutoff": basic.cutoff_len, "outcome": outcome}
-        views.append(View(**shown, **_sample(outcome, processor)))
+        reason = left_out(basic, files, row)
+        views.append(View(**shown, left_out=reason, **_sample(outcome, processor)))
     return views
 
 
@@ -174,7 +196,7 @@ def _show(view: View) -> None:
         if run.image:
             console.print(Text.assemble(("  image   | ", "cyan"), (next(pictures).line(), "cyan")))
             continue
-        text = f"{run.text} x {run.count}" if run.repeat else run.text
+        text = visible(f"{run.text} x {run.count}" if run.repeat else run.text, keep="\n\t")
         margin, style = ("trained", "bold green") if run.trained else ("", "")
         for line in text.split("\n"):
             console.print(Text.assemble((f"  {margin:7} | ", "dim"), (line, style)))

@@ -8,6 +8,8 @@ import io
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from mm_models.cli.view_data import visible
+
 if TYPE_CHECKING:
     from mm_models.cli.view_data import Picture, View
 
@@ -44,9 +46,9 @@ def _section(view: View) -> str:
         if run.image:
             parts.append(_figure(next(pictures)))
         elif run.repeat:
-            parts.append(f'<span class="repeat">{html.escape(run.text)} x {run.count}</span>')
+            parts.append(f'<span class="repeat">{html.escape(visible(run.text))} x {run.count}</span>')
         else:
-            text = html.escape(run.text)
+            text = html.escape(visible(run.text, keep="\n\t"))
             parts.append(f"<mark>{text}</mark>" if run.trained else text)
     text = f"<pre>{''.join(parts)}</pre>" if parts else ""
     return f'<h2>{html.escape(view.title)}</h2>\n<ul class="{kind}">{facts}</ul>\n{text}'
