@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -101,7 +102,7 @@ def test_what_a_run_says_of_its_split_before_it_starts(world, tmp_path):  # noqa
         found = plan(load_config(configuration(world, tmp_path, **keys)), 1, "cpu")
         return [line for line in found.lines if line.startswith("validation: ")]
 
-    rows = str(world.folder / "data" / "train.json")
+    rows = json.loads(with_split(world).read_text())["dataset_param"]["basic_parameters"]["val_dataset"]
     assert planned() == planned(eval_interval=3, val_rate=0.5) == []
     told = "validation: {} is not evaluated; training.eval_interval asks for it"
     assert planned(val_dataset=rows) == [told.format(f"val_dataset {rows}")]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -85,7 +86,7 @@ def test_what_a_run_says_of_its_split_before_it_starts(world):  # noqa: F811
     def planned(*words: str, **basic) -> tuple[str, ...]:
         return plan(parse(world.flags(*words, data=world.data("planned", **basic))), 1).notes
 
-    rows = str(world.folder / "data" / "train.json")
+    rows = json.loads(with_split(world).read_text())["dataset_param"]["basic_parameters"]["val_dataset"]
     assert planned() == planned("--eval-interval", "3", val_rate=0.5) == ()
     assert planned(val_dataset=rows) == (
         f"validation: val_dataset {rows} is not evaluated; --eval-interval asks for it",
