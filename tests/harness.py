@@ -25,7 +25,8 @@ from typing import Any
 PRELOAD = ["tests.preload"]
 _context = multiprocessing.get_context("forkserver")
 _context.set_forkserver_preload(PRELOAD)
-forkserver.ensure_running()  # before the product asks for a server with imports of its own
+if not hasattr(multiprocessing.current_process(), "_inheriting"):  # a case's process imports this too, and may not
+    forkserver.ensure_running()  # before the product asks for a server with imports of its own
 
 
 class CaseFailed(AssertionError):
