@@ -32,7 +32,7 @@ TURNED = range(5, 9)
 """EXIF orientations that swap width and height."""
 DEEP_MODES = ("I", "F")
 """PIL modes (and the prefixes of `I;16` and its kin) that `convert("RGB")` would clip."""
-ADDRESS = re.compile(r"(?P<scheme>[A-Za-z][A-Za-z0-9+.-]*)://[^/]*/?(?P<path>.*)", re.DOTALL)
+ADDRESS = re.compile(r"(?P<scheme>[A-Za-z][A-Za-z0-9+.-]*)://(?P<host>[^/]*)/?(?P<path>.*)", re.DOTALL)
 COLUMNS = {"path", "bytes"}
 """Keys of an image written as an object: those of Hugging Face's Image feature."""
 
@@ -68,7 +68,7 @@ def parse(value: Any) -> str | ImageBytes:
     """An image as a row writes it: a path, or the file's bytes. Raises UserError with the reason alone."""
     if isinstance(value, bytes):
         return ImageBytes(data=value)
-    if isinstance(value, str) and value.startswith("data:"):
+    if isinstance(value, str) and value[:5].lower() == "data:":
         head, comma, text = value.partition(",")
         if not comma or not head.endswith(";base64"):
             raise UserError(f"image {value[:40]!r}: a data: address without base64 content")
@@ -102,6 +102,8 @@ def resolve(reference: str | ImageBytes, base: str | os.PathLike[str]) -> Path |
         raise UserError(
             f"image {reference!r}: got a {address['scheme']}:// address, expected a path. Download the file first."
         )
+    if address["host"].lower() not in ("", "localhost"):
+        raise UserError(f"image {reference!r}: got the host {address['host']!r}, expected file:///path or a plain path.")
     return Path("/", unquote(address["path"]))
 
 

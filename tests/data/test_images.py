@@ -196,6 +196,11 @@ class TestPaths:
         path = kit.picture(tmp_path / "a b.png")
         assert images.resolve(path.as_uri(), ".").samefile(path) and "%20" in path.as_uri()
 
+    def test_a_file_of_another_host(self, tmp_path):
+        assert images.resolve("file://localhost/a/b.png", ".") == images.resolve("file:///a/b.png", ".")
+        with pytest.raises(UserError, match=r"image 'file://a.png': got the host 'a.png', expected file:///path"):
+            images.resolve("file://a.png", ".")
+
     @pytest.mark.parametrize("address", ["http://x/y.png", "HTTPS://x/y.png", "s3://x/y.png", "http://[x"])
     def test_addresses_are_refused(self, address):
         with pytest.raises(UserError, match=r"address, expected a path\. Download the file first"):

@@ -108,6 +108,7 @@ class TestFormats:
             ({"bytes": PICTURE, "path": None}, ImageBytes(data=PICTURE)),
             (PICTURE, ImageBytes(data=PICTURE)),
             (f"data:image/png;base64,{TEXT}", ImageBytes(data=PICTURE, name="data:image/png;base64")),
+            (f"DATA:image/png;base64,{TEXT}", ImageBytes(data=PICTURE, name="DATA:image/png;base64")),
         ],
     )
     def test_an_image_may_be_written_as(self, written, expected):
