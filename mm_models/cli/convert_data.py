@@ -61,17 +61,22 @@ def _llava(args: argparse.Namespace) -> int:
         raise UserError(f"--images {folder}: no such folder.")
     if not Path(args.annotations).is_file():
         raise UserError(f"--annotations {args.annotations}: no such file.")
+    if out.exists() and not out.is_file():
+        raise UserError(f"--out {out}: not a file.")
     if out.exists() and not args.overwrite:
         raise UserError(f"{out}: exists already. Give another file, or --overwrite.")
     if args.expect_images is not None:
         _check_count(folder, args.expect_images)
-    out.parent.mkdir(parents=True, exist_ok=True)
-    part = out.with_name(f".{out.name}.part")
+    rows, part = RowFiles.open([Path(args.annotations)]), out.with_name(f".{out.name}.part")
     try:
-        written = _write(RowFiles.open([Path(args.annotations)]), folder, part, skip=args.skip_missing)
-        os.replace(part, out)
-    finally:
-        part.unlink(missing_ok=True)
+        out.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            written = _write(rows, folder, part, skip=args.skip_missing)
+            os.replace(part, out)
+        finally:
+            part.unlink(missing_ok=True)
+    except OSError as error:
+        raise UserError(f"--out {out}: cannot be written ({error.strerror}).") from error
     print(*written, sep="\n")
     print(f"dataset {out}, dataset_dir {folder}")
     return 0
@@ -88,7 +93,10 @@ def _check_count(folder: Path, expected: int) -> None:
 
 def _write(rows: Any, folder: Path, out: Path, *, skip: bool) -> list[str]:
     """Write every row to `out`; the lines that say what was written. UserError for rows that cannot be."""
+    from mm_models.data.rows import ranges
+
     faults: list[str] = []
+    notes: dict[str, list[int]] = {}
     without: list[int] = []
     there: dict[str, bool] = {}
     samples, digest = 0, hashlib.sha256()
@@ -100,7 +108,7 @@ def _write(rows: Any, folder: Path, out: Path, *, skip: bool) -> list[str]:
 
         for number in range(len(rows)):
             try:
-                row = _row(number, rows.read(number))
+                row, noted = _row(number, rows.read(number))
             except UserError as error:
                 faults.append(f"row {number}: {error}")
                 continue
@@ -110,6 +118,8 @@ def _write(rows: Any, folder: Path, out: Path, *, skip: bool) -> list[str]:
             if not all(there[name] for name in row["images"]):
                 without.append(number)
                 continue
+            for note in noted:
+                notes.setdefault(note, []).append(number)
             put((",\n" if samples else "[\n").encode() + json.dumps(row, ensure_ascii=False).encode())
             samples += 1
         put(b"\n]\n" if samples else b"[]\n")
@@ -126,11 +136,12 @@ def _write(rows: Any, folder: Path, out: Path, *, skip: bool) -> list[str]:
         raise UserError(f"no row is left of {len(rows)}; nothing is written.")
     images = len(there) - len(missing)
     lines = [f"{count}; left out (--skip-missing): {shown}"] if missing else []
+    lines += [f"note: {note}: {len(found)} rows: {ranges(found)}" for note, found in sorted(notes.items())]
     return [*lines, f"{samples} samples, {images} images, in the order of the annotations, sha256 {digest.hexdigest()}"]
 
 
-def _row(number: int, value: Any) -> dict[str, Any]:
-    """A LLaVA row in the training format."""
+def _row(number: int, value: Any) -> tuple[dict[str, Any], tuple[str, ...]]:
+    """A LLaVA row in the training format, and what there is to note about it."""
     from mm_models.config.data import Attributes
     from mm_models.data.rows import parse_row
 
@@ -146,10 +157,8 @@ def _row(number: int, value: Any) -> dict[str, Any]:
     images = list(conversation.images)
     if not all(isinstance(image, str) for image in images):
         raise UserError("an image is not a path")
-    return {
-        "messages": [{"role": turn.role, "content": turn.text} for turn in conversation.turns],
-        "images": images,
-    }
+    messages = [{"role": turn.role, "content": turn.text} for turn in conversation.turns]
+    return {"messages": messages, "images": images}, conversation.notes
 
 
 def _usable(path: Path) -> bool:

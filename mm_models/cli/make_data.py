@@ -25,6 +25,8 @@ TEXT = (
     "were has had see hold run walk sit stand eat read"
 )
 """The words of questions and answers, drawn at random."""
+THINNEST, LARGEST = 200, 178956970
+"""Bounds of a picture that training takes: of the image processors, and of PIL."""
 BLOCKS = 8
 """A picture is a pattern of so many squares a side."""
 
@@ -44,9 +46,12 @@ def main(arguments: Sequence[str]) -> int:
     out = Path(args.out)
     if (out / "train.json").exists() or (out / "images").exists():
         raise UserError(f"{out}: holds a data set already. Name another folder, or remove it.")
-    rows = [_row(args, out, number) for number in range(args.samples)]
-    out.mkdir(parents=True, exist_ok=True)
-    (out / "train.json").write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
+    try:
+        rows = [_row(args, out, number) for number in range(args.samples)]
+        out.mkdir(parents=True, exist_ok=True)
+        (out / "train.json").write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
+    except OSError as error:
+        raise UserError(f"--out {out}: cannot be written ({error.strerror}).") from error
     print(
         f"{args.samples} samples, {args.samples * args.images} images: dataset {out / 'train.json'}, dataset_dir {out}"
     )
@@ -78,4 +83,9 @@ def _size(text: str) -> tuple[int, int]:
     found = re.fullmatch(r"([1-9]\d*)x([1-9]\d*)", text)
     if not found:
         raise argparse.ArgumentTypeError(f"got {text!r}, expected WIDTHxHEIGHT such as 640x480")
-    return int(found[1]), int(found[2])
+    width, height = int(found[1]), int(found[2])
+    if max(width, height) > THINNEST * min(width, height) or width * height > LARGEST:
+        raise argparse.ArgumentTypeError(
+            f"got {text!r}, expected at most 1 : {THINNEST} and {LARGEST} pixels: training refuses other pictures"
+        )
+    return width, height

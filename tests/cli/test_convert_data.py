@@ -34,9 +34,9 @@ def files(tmp_path):
     return tmp_path
 
 
-def convert(files, *flags: str) -> int:
+def convert(files, *flags: str, out: str = "out.json") -> int:
     argv = ["--annotations", str(files / "llava.json"), "--images", str(files / "train2017")]
-    return main(["convert-data", "llava", *argv, "--out", str(files / "out.json"), *flags])
+    return main(["convert-data", "llava", *argv, "--out", str(files / out), *flags])
 
 
 def numbers(files) -> list[int]:
@@ -106,3 +106,32 @@ def test_refusals(files, capsys):
     assert convert(files, "--overwrite") == 0
     assert main(["convert-data", "lava"]) == 2
     assert "did you mean 'llava'?" in capsys.readouterr().err
+
+
+def test_what_is_not_read_is_noted(files, capsys):
+    """A row's own column of a system text: the rows are as those without it."""
+    rows = json.loads((files / "llava.json").read_text())
+    (files / "llava.json").write_text(json.dumps([row | {"system": "be kind"} for row in rows[:2]] + rows[2:]))
+    assert convert(files) == 0 and numbers(files) == [5, 2, 9, 3, 1, 8, 4]
+    assert "note: 'system' is not read, attr does not name it: 2 rows: 0-1\n" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("out", "words"),
+    [("train2017", "not a file"), ("llava.json/x.json", "cannot be written (")],
+    ids=["folder", "file"],
+)
+def test_an_output_that_cannot_be_written(files, capsys, out, words):
+    assert convert(files, "--overwrite", out=out) == 2
+    assert f"--out {files}/{out}: {words}" in capsys.readouterr().err
+    assert sorted(path.name for path in files.iterdir()) == ["llava.json", "train2017"]
+
+
+def test_a_full_disk_leaves_nothing(files, capsys, monkeypatch):
+    def full(*_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("mm_models.cli.convert_data.os.replace", full)
+    assert convert(files) == 2
+    assert "out.json: cannot be written (No space left on device)" in capsys.readouterr().err
+    assert sorted(path.name for path in files.iterdir()) == ["llava.json", "train2017"]

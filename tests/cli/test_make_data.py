@@ -47,6 +47,19 @@ def test_refusals(tmp_path, capsys, flags, words):
     assert words in capsys.readouterr().err and not (tmp_path / "d").exists()
 
 
+@pytest.mark.parametrize("size", ["201x1", "1x201", "13378x13378", "0x1", "40"])
+def test_a_picture_that_training_refuses(tmp_path, capsys, size):
+    argv = ["make-data", "--samples", "1", "--image-size", size, "--out", str(tmp_path / "d")]
+    assert main(argv) == 2
+    assert f"--image-size: got '{size}', expected" in capsys.readouterr().err and not (tmp_path / "d").exists()
+
+
+def test_a_folder_that_cannot_be_written(tmp_path, capsys):
+    (tmp_path / "file").write_text("")
+    assert make(tmp_path / "file" / "d") == 2
+    assert f"--out {tmp_path}/file/d: cannot be written (Not a directory)" in capsys.readouterr().err
+
+
 def test_nothing_is_written_over_a_data_set(tmp_path, capsys):
     assert make(tmp_path) == 0 and make(tmp_path) == 2
     assert "holds a data set already" in capsys.readouterr().err
