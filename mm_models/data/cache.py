@@ -32,7 +32,7 @@ from typing import Any
 from mm_models.config.data import DataConfig
 from mm_models.data.report import Counts
 from mm_models.data.stamps import Stamp, stamp
-from mm_models.data.store import LAYOUT
+from mm_models.data.store import LAYOUT, writing
 from mm_models.errors import UserError
 from mm_models.registry import table
 
@@ -124,12 +124,13 @@ def open_or_build(folder: Path, key: str, build: Build, *, overwrite: bool) -> C
         try:
             samples, images = (_part(folder, key, id, name) for name in ("samples", "images"))
             counts, stamps = build(samples)
-            _write_stamps(images, stamps)
-            sizes = {"samples": samples.stat().st_size, "images": images.stat().st_size}
-            meta = {"layout": LAYOUT, "id": id, "counts": dataclasses.asdict(counts), "files": sizes}
-            new = folder / f"{key}-{id}.json"
-            new.write_text(json.dumps(meta), encoding="utf-8")
-            os.replace(new, folder / f"{key}.json")
+            with writing(folder):
+                _write_stamps(images, stamps)
+                sizes = {"samples": samples.stat().st_size, "images": images.stat().st_size}
+                meta = {"layout": LAYOUT, "id": id, "counts": dataclasses.asdict(counts), "files": sizes}
+                new = folder / f"{key}-{id}.json"
+                new.write_text(json.dumps(meta), encoding="utf-8")
+                os.replace(new, folder / f"{key}.json")
         except BaseException:
             keep.discard(id)
             raise

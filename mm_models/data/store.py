@@ -13,13 +13,15 @@ processes on one machine share its pages, and a sample is copied out only when i
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from itertools import accumulate
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mm_models.data.images import ImageBytes
 from mm_models.data.sample import Sample
+from mm_models.errors import UserError
 
 if TYPE_CHECKING:
     import pyarrow
@@ -79,27 +81,43 @@ def to_bytes(batch: pyarrow.RecordBatch) -> bytes:
     return batch.serialize().to_pybytes()
 
 
+@contextmanager
+def writing(path: Path) -> Iterator[None]:
+    """A full disk, as an error that names the file and the settings that choose another place."""
+    try:
+        yield
+    except OSError as error:
+        raise UserError(
+            f"examined samples cannot be written to {path} ({error.strerror or error}). Make room there, or name another "
+            "folder: basic_parameters.cache_dir, or TMPDIR where that is null."
+        ) from error
+
+
 class Writer:
     """Writes record batches to a new file; a context manager."""
 
     def __init__(self, path: Path):
         import pyarrow as pa
 
-        self._file = pa.OSFile(str(path), "wb")
-        self._stream = pa.ipc.new_stream(self._file, schema())
+        self._path = path
+        with writing(path):
+            self._file = pa.OSFile(str(path), "wb")
+            self._stream = pa.ipc.new_stream(self._file, schema())
 
     def __enter__(self) -> Writer:
         return self
 
-    def __exit__(self, *_) -> None:
-        self._stream.close()
-        self._file.close()
+    def __exit__(self, kind: type | None, *_) -> None:
+        with writing(self._path), self._file:
+            if kind is None:  # else the file is of no use, and its end may not fit either
+                self._stream.close()
 
     def write(self, batch: bytes) -> None:
         """Append what `to_bytes` gave."""
         import pyarrow as pa
 
-        self._stream.write_batch(pa.ipc.read_record_batch(pa.py_buffer(batch), schema()))
+        with writing(self._path):
+            self._stream.write_batch(pa.ipc.read_record_batch(pa.py_buffer(batch), schema()))
 
 
 class SampleStore:
