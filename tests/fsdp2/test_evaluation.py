@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import yaml
+from torch.distributed.tensor import DTensor
 
 from mm_models.config.fsdp2 import load_config
 from mm_models.errors import UserError
@@ -41,10 +42,17 @@ SHORT = ("fsdp2", "ep2")
 
 
 def train(rank: int, path: str) -> None:
-    """The run of a YAML file in this process."""
+    """The run of a YAML file in this process. After an evaluation every rank holds its shards alone."""
     from mm_models.fsdp2 import training
     from mm_models.train.session import world_size
 
+    evaluate = training.evaluate
+
+    def evaluated(trainer, *rest) -> None:
+        evaluate(trainer, *rest)
+        assert world_size() == 1 or all(isinstance(p, DTensor) for p in trainer.model.parameters())
+
+    training.evaluate = evaluated
     watch()
     training.train(plan(load_config(path), world_size(), "cpu"))
 
