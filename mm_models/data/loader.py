@@ -8,6 +8,7 @@ raised in the main process as what it is, with the rows.
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Iterator
 from typing import Any
 
@@ -26,7 +27,7 @@ from mm_models.data.report import Report
 from mm_models.data.sample import Sample, SampleError
 from mm_models.data.sampler import SAMPLERS, BaseRandomBatchSampler
 from mm_models.errors import UserError
-from mm_models.registry import table
+from mm_models.registry import load_plugins, loaded_plugins, table
 
 
 class Loader:
@@ -120,6 +121,10 @@ class _Batches(Dataset):
     def __init__(self, dataset: Any, collator: Any, *, images: bool):
         self._dataset, self._collator, self._images = dataset, collator, images
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """In a worker, plugins come before what may be of their making."""
+        return _with_plugins, (loaded_plugins(), pickle.dumps((self._dataset, self._collator, self._images)))
+
     def __getitem__(self, indices: list[int]) -> Batch | Parcel | _Refused:
         samples = []
         try:
@@ -135,6 +140,12 @@ class _Batches(Dataset):
         except Exception as error:
             rows = ", ".join(str(sample.id) for sample in samples) or f"of indices {indices}"
             raise RuntimeError(f"preparing rows {rows} failed: {error!r}") from error
+
+
+def _with_plugins(plugins: list[str], parts: bytes) -> _Batches:
+    load_plugins(plugin for plugin in plugins if plugin not in loaded_plugins())
+    dataset, collator, images = pickle.loads(parts)
+    return _Batches(dataset, collator, images=images)
 
 
 def _refuse_images(samples: list[Sample]) -> None:

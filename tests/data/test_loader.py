@@ -10,7 +10,10 @@ import pytest
 import torch
 
 from mm_models.data.loader import build_loader
+from mm_models.data.processor import load_processor
 from mm_models.errors import UserError
+from mm_models.registry import load_plugins
+from tests import harness
 from tests.data import kit
 
 
@@ -88,6 +91,45 @@ def test_rows_examined_when_drawn_give_the_same_batches(load, workers):
     for left, right in zip(plain, itertools.islice(load(micro_batch_size=2, data=data), 4), strict=True):
         assert left.keys() == right.keys()
         assert all(torch.equal(left[key], right[key]) for key in left if key != "sample_ids")
+
+
+PLUGIN = """
+from mm_models.data.collator import VisionLanguageCollator
+from mm_models.data.templates.glm4v_moe import Glm4vMoeTemplate
+from mm_models.registry import table
+
+class Mine(Glm4vMoeTemplate):
+    pass
+
+class MyCollator(VisionLanguageCollator):
+    def __call__(self, samples):
+        return super().__call__(samples) | {"mark": "mine"}
+
+table("templates").add("mine", "mine:Mine")
+table("collators").add("mine", "mine:MyCollator")
+"""
+
+
+def _load_with_plugin(rank, plugin, folder, base):
+    multiprocessing.current_process()._config["daemon"] = False  # a daemon may not start workers
+    load_plugins([str(plugin)])
+    config = kit.data_config(
+        folder,
+        base,
+        [kit.row("q", "a"), kit.row("r", "b")],
+        template="mine",
+        streaming=True,
+        collator_id="mine",
+        num_workers=1,
+    )
+    return next(iter(build_loader(config, model_config=kit.model_config(load_processor(folder)))))["mark"]
+
+
+def test_a_worker_has_the_plugins_of_the_run(folder, tmp_path):
+    """Template and collator of a file: the collator's class must be there before the collator is."""
+    plugin = tmp_path / "mine.py"
+    plugin.write_text(PLUGIN)
+    assert harness.run(_load_with_plugin, 1, plugin, folder, tmp_path) == ["mine"]
 
 
 def test_options_of_an_accelerator_change_nothing_without_one(load):
