@@ -71,7 +71,8 @@ def key(config: DataConfig, paths: Sequence[Path], *, split: str) -> str:
     parameters = config.dataset_param
     basic = parameters.basic_parameters
     folder = Path(parameters.preprocess_parameters.model_name_or_path)
-    template = sys.modules[table("templates").get(basic.template).__module__]
+    template = table("templates").get(basic.template)
+    modules = {kind.__module__ for kind in getattr(template, "__mro__", (template,))} - {"builtins"}
     parts: dict[str, Any] = {
         "layout": LAYOUT,
         "split": split,
@@ -85,7 +86,7 @@ def key(config: DataConfig, paths: Sequence[Path], *, split: str) -> str:
             for path in sorted(folder.iterdir())
             if path.suffix in PROCESSOR_FILES and not path.name.endswith(".index.json") and path.is_file()
         },
-        "code": code_digest(Path(template.__file__)),
+        "code": code_digest(frozenset(Path(sys.modules[name].__file__) for name in modules)),
         "libraries": {name: importlib.metadata.version(name) for name in LIBRARIES},
     }
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:32]
@@ -98,10 +99,10 @@ def digest(path: Path) -> str:
 
 
 @functools.cache
-def code_digest(template: Path) -> str:
-    """The hash of the code that makes a sample of a row."""
+def code_digest(template: frozenset[Path]) -> str:
+    """The hash of the code that makes a sample of a row; `template` are the files of the template and of its bases."""
     here = Path(__file__).parent
-    files = [*sorted(here.glob("*.py")), *sorted(here.glob("templates/*.py")), template]
+    files = [*sorted(here.glob("*.py")), *sorted(here.glob("templates/*.py")), *sorted(template)]
     return hashlib.sha256("".join(map(digest, files)).encode()).hexdigest()
 
 

@@ -7,12 +7,15 @@ import os
 import shutil
 
 import pytest
+import torch
 from PIL import Image
 
 from mm_models.data import cache
 from mm_models.data.dataset import ChatDataset
 from mm_models.data.examine import make_processor, make_template
+from mm_models.data.loader import build_loader
 from mm_models.errors import UserError
+from mm_models.registry import load_plugins
 from tests import harness
 from tests.data import kit
 
@@ -47,10 +50,35 @@ class World:
         assert list(cached) == list(fresh) and cached.report == fresh.report
         return cached
 
+    def batch(self, cached=True, **changes):
+        """The first batch of a run: all four rows, in their order."""
+        config = self.config(cached, sampler_type="SequentialBatchSampler", shuffle=False, **changes)
+        model = kit.model_config(make_processor(config))
+        return next(iter(build_loader(config, model_config=model, micro_batch_size=4, global_batch_size=4)))
+
+    def follows(self, change):
+        """Whether the first batch of a run after `change`, which returns what to change in data.json, is that of a run
+        with an empty cache, and another than before."""
+        before = self.batch()
+        assert equal(self.batch(), before) and len(self.builds()) == 1
+        changes = change(self)
+        found = self.batch(**changes)
+        assert equal(found, self.batch(cached=False, **changes)) and not equal(found, before)
+
     def builds(self):
         """The build of each key, by the key."""
         metas = (path for path in self.folder.glob("*.json"))
         return {path.stem: json.loads(path.read_text())["id"] for path in metas}
+
+
+def equal(one, other):
+    """Whether two batches are the same, bit by bit."""
+    tensors = [key for key in one if key != "sample_ids"]
+    return (
+        one.keys() == other.keys()
+        and one["sample_ids"] == other["sample_ids"]
+        and all(torch.equal(one[key], other[key]) for key in tensors)
+    )
 
 
 def open_config(config):
@@ -80,7 +108,6 @@ OPTIONS = {
 
 @pytest.mark.parametrize("option", OPTIONS)
 def test_an_option_that_shapes_samples_changes_the_key(world, option):
-    """The template is proven equal to the processor's, so another one is told by its key alone."""
     config = world.config()
     changed = world.config(**{option: OPTIONS[option]})
     paths = [world.base / "train.json"]
@@ -89,27 +116,88 @@ def test_an_option_that_shapes_samples_changes_the_key(world, option):
     assert key != cache.key(config, paths, split="valid")
 
 
-@pytest.mark.parametrize("option", ["cutoff_len", "image_max_pixels", "mask_history"])
-def test_samples_follow_an_option(world, option):
-    before = list(world.open())
-    found = world.same_as_without(**{option: OPTIONS[option]})
-    assert list(found) != before and len(world.builds()) == 2
-
-
-def test_samples_follow_one_line_of_the_data(world):
-    before = list(world.open())
+def _one_line(world):
     world.rows[2]["messages"][1]["content"] = "answer 7"
     world.write(world.rows)
-    assert [sample.id for sample, old in zip(world.same_as_without(), before, strict=True) if sample != old] == [2]
+    return {}
 
 
-def test_samples_follow_tokenizer_files_changed_in_place(world):
-    before = list(world.open())
+def _tokenizer(world):
     path = world.hf / "tokenizer.json"
     tokenizer = json.loads(path.read_text())
     tokenizer["model"]["merges"] = []
     path.write_text(json.dumps(tokenizer))
-    assert list(world.same_as_without()) != before
+    return {}
+
+
+def _image(world):
+    """The same path, size and sides; a picture of its own."""
+    size = (world.base / "1.bmp").stat().st_size
+    assert kit.picture(world.base / "1.bmp", 84, 56, 9).stat().st_size == size
+    return {}
+
+
+CHANGES = {
+    **{option: lambda _, option=option: {option: OPTIONS[option]} for option in ("cutoff_len", "mask_history")},
+    "train_on_prompt": lambda _: {"train_on_prompt": True},
+    "image_max_pixels": lambda _: {"image_max_pixels": 800},
+    "a line": _one_line,
+    "the tokenizer in place": _tokenizer,
+    "the bytes of an image": _image,
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_the_first_batch_follows_every_change(world, change):
+    world.follows(CHANGES[change])
+
+
+RULE = """
+from mm_models.data.templates.glm4v_moe import Glm4vMoeTemplate
+
+class Rule(Glm4vMoeTemplate):
+    def answer(self, text, *, last, trained):
+        return super().answer(text, last=last, trained=trained and {trained})
+"""
+BRIEF = """
+from mm_models.registry import table
+from .rule import Rule
+
+class Brief(Rule):
+    pass
+
+table("templates").add("brief", "brief:Brief")
+"""
+"""A template that the folder accepts as its own: what it writes is the same, what is trained is not."""
+
+
+def _another_template(rank, world, plugin):
+    load_plugins([str(plugin)])
+    world.follows(lambda _: {"template": "brief"})
+
+
+def _brief(rank, world, plugin):
+    load_plugins([str(plugin)])
+    return world.batch(template="brief"), world.batch(cached=False, template="brief")
+
+
+def test_the_first_batch_follows_the_template(world):
+    """Another template; and the same one with a class below it edited between two runs."""
+    plugin = world.base / "brief"
+    plugin.mkdir()
+    (plugin / "__init__.py").write_text(BRIEF)
+    (plugin / "rule.py").write_text(RULE.format(trained="last"))
+    harness.run(_another_template, 1, world, plugin)
+    ((before, _),) = harness.run(_brief, 1, world, plugin)
+    (plugin / "rule.py").write_text(RULE.format(trained="not last"))
+    ((found, fresh),) = harness.run(_brief, 1, world, plugin)
+    assert equal(found, fresh) and not equal(found, before)
+
+
+def test_samples_follow_one_line_of_the_data(world):
+    before = list(world.open())
+    _one_line(world)
+    assert [sample.id for sample, old in zip(world.same_as_without(), before, strict=True) if sample != old] == [2]
 
 
 def test_samples_follow_the_bytes_of_an_image(world, capfd):
@@ -124,6 +212,25 @@ def test_samples_follow_the_bytes_of_an_image(world, capfd):
     path.unlink()
     with pytest.raises(UserError, match=r"row 0: image .*0.bmp': no such file"):
         world.open()
+
+
+def test_an_image_whose_size_and_time_are_kept(world):
+    """No cache can see it; its pixels are read anew, and other sides are refused when it is drawn."""
+    path, before = world.base / "1.bmp", world.batch()
+    found = path.stat()
+
+    def replace(width, height):
+        kit.picture(path, width, height, 9)
+        os.utime(path, ns=(found.st_atime_ns, found.st_mtime_ns))
+        assert (path.stat().st_size, path.stat().st_mtime_ns) == (found.st_size, found.st_mtime_ns)
+
+    replace(84, 56)
+    now = world.batch()
+    assert len(set(world.builds().values())) == 1
+    assert equal(now, world.batch(cached=False)) and not equal(now, before)
+    replace(56, 84)
+    with pytest.raises(UserError, match=r"row 1, image .*1\.bmp"):
+        world.batch()
 
 
 def test_a_dropped_image_that_comes_back(world):
