@@ -81,7 +81,7 @@ class Evaluation:
     def lines(self) -> list[str]:
         """For the start of a run."""
         often = f"every {self.interval} iterations and after the last"
-        return [*self.loader.lines(), f"validation: {self.iters} global batches, {often}"]
+        return [*self.loader.lines(), f"validation: {often}, global batches: {self.iters}"]
 
     def due(self, iteration: int, train_iters: int) -> bool:
         return iteration % self.interval == 0 or iteration == train_iters

@@ -53,7 +53,7 @@ def test_every_evaluation_takes_the_same_first_batches(world):  # noqa: F811
 def test_when_one_is_due(world):  # noqa: F811
     asked = evaluation(opened(world))
     assert [n for n in range(1, 9) if asked.due(n, 8)] == [3, 6, 8]
-    assert asked.lines()[-1] == "validation: 2 global batches, every 3 iterations and after the last"
+    assert asked.lines()[-1] == "validation: every 3 iterations and after the last, global batches: 2"
 
 
 def test_no_trained_token_is_no_number(world):  # noqa: F811
