@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from mm_models.errors import UserError
@@ -79,11 +79,16 @@ class _File:
     """One rank's two files."""
 
     def __init__(self, path: Path):
-        content = json.loads(path.read_text(encoding="utf-8"))
-        self.place = Place(**{field.name: content[field.name] for field in dataclasses.fields(Place)})
-        self.tokenizer, self.path = content["tokenizer"], path
-        self.steps = {int(step): micro for step, micro in content["steps"].items()}
-        self._tensors = safe_open(path.with_suffix(".safetensors"), "pt")
+        try:
+            content = json.loads(path.read_text(encoding="utf-8"))
+            self.place = Place(**{field.name: content[field.name] for field in dataclasses.fields(Place)})
+            self.tokenizer, self.path = content["tokenizer"], path
+            self.steps = {int(step): micro for step, micro in content["steps"].items()}
+            self._tensors = safe_open(path.with_suffix(".safetensors"), "pt")
+        except (OSError, ValueError, KeyError, TypeError, AttributeError, SafetensorError) as error:
+            raise UserError(
+                f"{path.with_suffix('')}.*: not a token dump, or cut off ({error!r}). Dump again."
+            ) from error
         self._names = set(self._tensors.keys())
 
     def micro(self, step: int, index: int) -> dict[str, Any]:

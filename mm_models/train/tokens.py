@@ -65,8 +65,11 @@ def check_folder(folder: str | None) -> None:
     """Refuse a folder that holds a dump. Every rank may ask: none writes before all have."""
     if folder is None:
         return
-    if Path(folder).exists() and not Path(folder).is_dir():
-        raise UserError(f"{folder}: not a folder; a token dump needs one.")
+    there = next(path for path in (Path(folder), *Path(folder).absolute().parents) if path.exists())
+    if not there.is_dir():
+        raise UserError(f"{there}: not a folder; a token dump needs one.")
+    if not os.access(there, os.W_OK):
+        raise UserError(f"{there}: a folder that cannot be written, for the token dump {folder}.")
     if any(Path(folder).glob("dp*.pp*.*")):
         raise UserError(f"{folder}: holds a token dump already. Name another folder, or remove it.")
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import yaml
@@ -97,10 +99,36 @@ def test_refusals(files, capsys):
     assert "holds a token dump already" in capsys.readouterr().err
 
 
+def test_a_folder_that_cannot_hold_a_dump(files, capsys, monkeypatch):
+    """Told before anything is read, not when the steps are done."""
+    assert dump(files, "data.json/x") == 2
+    assert f"{files}/data.json: not a folder" in capsys.readouterr().err
+    monkeypatch.setattr("mm_models.train.tokens.os.access", lambda path, mode: Path(path) != files)
+    assert dump(files, "new/er") == 2
+    assert f"{files}: a folder that cannot be written" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("mangle", ["cut", "empty", "gone", "other", "no json"])
+def test_a_dump_that_is_cut_off(files, tmp_path, capsys, mangle):
+    shutil.copytree(files / "a", tmp_path / "broken")
+    tensors, text = (next((tmp_path / "broken").glob(f"*.{kind}")) for kind in ("safetensors", "json"))
+    {
+        "cut": lambda: tensors.write_bytes(tensors.read_bytes()[:-1]),
+        "empty": lambda: tensors.write_bytes(b""),
+        "gone": tensors.unlink,
+        "other": lambda: text.write_text("{}"),
+        "no json": lambda: text.write_text("["),
+    }[mangle]()
+    for argv in (["show", str(tmp_path / "broken")], ["compare", str(files / "a"), str(tmp_path / "broken")]):
+        assert main(["tokens", *argv]) == 2
+        assert f"{tmp_path}/broken/dp0.pp0.*: not a token dump, or cut off" in capsys.readouterr().err
+
+
 def test_help_loads_nothing_heavy():
     """Of all commands: a look at the options answers at once."""
     code = f"""
 import sys
+from pathlib import Path
 from mm_models.cli.models import main
 for command in {sorted(COMMANDS)}:
     try:
