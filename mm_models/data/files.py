@@ -348,11 +348,7 @@ class ParquetFile:
 
     def __init__(self, path: Path, *, limit: int | None = None):
         self.path, self._stamp = path, stamp(path)
-        file = self._open()
-        names, meta = file.schema_arrow.names, file.metadata
-        twice = sorted({name for name in names if names.count(name) > 1})
-        if twice:
-            raise UserError(f"{path}: several columns named {', '.join(map(repr, twice))}; keep one of each.")
+        meta = self._open().metadata
         self._ends = list(accumulate(meta.row_group(index).num_rows for index in range(meta.num_row_groups)))
         self._rows = meta.num_rows if limit is None else min(limit, meta.num_rows)
         self._file, self._group, self._table = None, -1, None
@@ -382,6 +378,11 @@ class ParquetFile:
         from pyarrow import ArrowException, parquet
 
         try:
-            return parquet.ParquetFile(self.path, page_checksum_verification=True)
-        except (ArrowException, OSError) as error:
+            file = parquet.ParquetFile(self.path, page_checksum_verification=True)
+            names = file.schema_arrow.names
+        except (ArrowException, OSError, ValueError) as error:
             raise UserError(f"{self.path}: not a readable Parquet file ({error}).") from error
+        twice = sorted({name for name in names if names.count(name) > 1})
+        if twice:
+            raise UserError(f"{self.path}: several columns named {', '.join(map(repr, twice))}; keep one of each.")
+        return file

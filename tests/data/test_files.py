@@ -180,6 +180,26 @@ def test_a_parquet_file_that_is_broken_inside(tmp_path):
             RowFiles.open([tmp_path / "a.parquet"]).read(0)
 
 
+@pytest.mark.parametrize("name", ["a.json", "a.jsonl", "a.parquet"])
+def test_whatever_bytes_a_file_has(tmp_path, name):
+    """Bytes that are changed, lost and put in: rows, or one error that names the file."""
+    draw, path = random.Random(name), tmp_path / name
+    good = write(path, [{"text": f"é {index}", "nested": [{"a": [1.5]}]} for index in range(4)]).read_bytes()
+    for _ in range(150):
+        data = bytearray(good)
+        for _ in range(draw.choice((1, 1, 3))):
+            at, size = draw.randrange(len(data)), draw.randrange(20)
+            data[at : at + draw.choice((0, 1, size))] = draw.randbytes(draw.choice((0, 1, size)))
+        path.write_bytes(data)
+        try:
+            found = RowFiles.open([path])
+            rows = [found.read(row) for row in range(len(found))]
+        except UserError as error:
+            assert str(path) in str(error)
+        else:
+            assert rows
+
+
 def test_columns_of_one_name(tmp_path):
     column = pa.array([1])
     parquet.write_table(pa.Table.from_arrays([column, column, column], names=["a", "b", "a"]), tmp_path / "a.parquet")
