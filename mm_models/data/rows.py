@@ -75,7 +75,9 @@ def parse_row(row: int, value: Any, attr: Attributes) -> Conversation:
     _check_order(turns)
     marks = slots.count(None)
     if marks != len(column):
-        raise UserError(f"{marks} {IMAGE_MARK} marks in the text, {len(column)} images; each image needs its mark")
+        raise UserError(
+            f"{marks} {IMAGE_MARK} marks in the text, {len(column)} images; each image needs its mark{_absent(value, attr)}"
+        )
     supply = iter(column)
     found = tuple(next(supply) if slot is None else slot for slot in slots)
     for image in found:
@@ -196,6 +198,14 @@ def _column(value: dict[str, Any], attr: Attributes) -> list[str | ImageBytes]:
 def _given(value: Any) -> bool:
     """Not null, and no object of nulls: Parquet files have those for an object that is not there."""
     return any(map(_given, value.values())) if isinstance(value, dict) else value is not None
+
+
+def _absent(value: dict[str, Any], attr: Attributes) -> str:
+    """A hint where the row has no column of images under the name that attr gives."""
+    if attr.images is None or attr.images in value:
+        return ""
+    close = nearest(attr.images, value)
+    return f". There is no key {attr.images!r} (attr.images)" + (f", did you mean {close!r}?" if close else "")
 
 
 def _unread(value: dict[str, Any], attr: Attributes) -> tuple[str, ...]:

@@ -140,6 +140,10 @@ BAD = {
     "two answers": ({"messages": [{"role": "assistant", "content": "x"}] * 2}, "turns are assistant, assistant"),
     "mark without image": (kit.row("<image>a", "b"), "1 <image> marks in the text, 0 images"),
     "image without mark": (kit.row("a", "b", images=["x.png"]), "0 <image> marks in the text, 1 images"),
+    "images under another name": (
+        {"messages": kit.row("<image>a", "b")["messages"], "image": "x.png"},
+        "needs its mark. There is no key 'images' (attr.images), did you mean 'image'?",
+    ),
     "part without image": (chat([part("image")], "b"), "1 <image> marks in the text, 0 images"),
     "image beside parts": (
         chat([part("image", image="a.png")], "b") | {"images": ["b.png"]},
