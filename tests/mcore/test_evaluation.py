@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 from pathlib import Path
 
 import pytest
@@ -11,6 +13,7 @@ import torch
 from mm_models.errors import UserError
 from mm_models.mcore.arguments import parse
 from mm_models.mcore.validation import plan
+from mm_models.train.entry import StoppedBySignal
 from mm_models.train.log import read_metrics
 from mm_models.weights.manifest import open_checkpoint
 from tests.harness import run
@@ -99,3 +102,34 @@ def test_what_a_run_says_of_its_split_before_it_starts(world):  # noqa: F811
     ):
         with pytest.raises(UserError, match=told):
             planned(*words, **basic)
+
+
+def stopped(rank: int, argv: list[str]) -> str:
+    """A run that gets SIGTERM while it reads its second step; what it says of that."""
+    import pretrain_vlm as entry
+    from mm_models.mcore.session import current
+    from mm_models.mcore.training import pretrain
+
+    def provider(*given, **more):
+        train, valid, _ = entry.train_valid_test_datasets_provider(*given, **more)
+
+        def read():
+            for batch in train:
+                if current().position.step == 2:
+                    os.kill(os.getpid(), signal.SIGTERM)
+                yield batch
+
+        return read(), valid, None
+
+    try:
+        pretrain(provider, entry.model_provider, entry.forward_step, parse(argv))
+    except StoppedBySignal as stop:
+        return str(stop)
+
+
+def test_a_signal_saves_and_leaves_without_an_evaluation(world, tmp_path):  # noqa: F811
+    argv = world.flags("--eval-interval", "1", "--save", str(tmp_path / "ck"), data=with_split(world))
+    (said,) = run(stopped, 1, [*argv, "--log-metrics", str(tmp_path / "m.jsonl")], timeout=60)
+    trained, found = apart(read_metrics(tmp_path / "m.jsonl"))
+    assert "stopped by SIGTERM after iteration 2, saved at iteration 2" in said
+    assert (len(trained), list(found)) == (2, [1])
