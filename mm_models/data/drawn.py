@@ -32,6 +32,10 @@ class DrawnReport:
     def kept(self) -> int:
         return self.rows
 
+    def summary(self) -> str:
+        """As `Report.summary`, as far as it is known."""
+        return f"{self.rows} rows, of files that begin at {', '.join(map(str, self.places.starts))}"
+
     def lines(self) -> list[str]:
         return [
             f"data {self.places.title}: {self.rows} rows, examined when they are drawn",

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import hashlib
+import json
 from bisect import bisect_right
 from collections.abc import Sequence
 from pathlib import Path
@@ -95,6 +97,15 @@ class Report:
     @property
     def notes(self) -> dict[str, list[int]]:
         return self.counts.notes
+
+    def summary(self) -> str:
+        """The same on ranks that hold the same samples, wherever their files lie; another on ranks that do not."""
+        counts = self.counts
+        found = json.dumps(dataclasses.asdict(counts), sort_keys=True)
+        return (
+            f"{self.kept} of {self.rows} rows, {counts.tokens} tokens, {counts.labelled} of them trained, "
+            f"{self.images} images ({hashlib.sha256(found.encode()).hexdigest()[:8]})"
+        )
 
     def lines(self) -> list[str]:
         """The sum first, then a line per file where there are several, then one per reason."""

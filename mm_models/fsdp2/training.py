@@ -23,7 +23,7 @@ from mm_models.fsdp2.schedule_lr import Schedule
 from mm_models.fsdp2.session import Session
 from mm_models.fsdp2.step import StepResult, evaluate_step, train_step
 from mm_models.fsdp2.validation import RunPlan, option
-from mm_models.train import batches, ending, log, tokens, watch
+from mm_models.train import agree, batches, ending, log, tokens, watch
 from mm_models.train.evaluation import Evaluation, open_split
 from mm_models.train.flops import batch_flops
 from mm_models.train.progress import Progress
@@ -208,6 +208,7 @@ def open_loaders(session: Session, state: Progress):
         seed=training.seed,
     )
     loader = build(consumed_samples=state.consumed_samples)
+    agree.same_data(loader)
     log.say(session.rank, *loader.lines())
     if training.eval_interval is None:
         return iter(loader), None

@@ -22,7 +22,7 @@ from mm_models.mcore.arguments import Arguments, option
 from mm_models.mcore.session import Session
 from mm_models.mcore.step import StepResult, evaluate_step, prepare_chunks, train_step
 from mm_models.registry import load_plugins
-from mm_models.train import batches, ending, log, tokens, watch
+from mm_models.train import agree, batches, ending, log, tokens, watch
 from mm_models.train.evaluation import Evaluation
 from mm_models.train.progress import Progress
 from mm_models.train.session import launcher_rank, world_size
@@ -222,6 +222,7 @@ def open_loaders(trainer: Trainer, state: Progress, datasets_provider: Callable)
     needs = frozenset().union(*(start.unwrap(chunk).needs() for chunk in trainer.chunks))
     samples = args.train_iters * session.plan.global_batch_size
     loader, valid, _ = datasets_provider((samples, 0, 0), consumed_samples=state.consumed_samples, needs=needs)
+    agree.same_data(loader)
     log.say(session.rank, *getattr(loader, "lines", list)())
     if args.eval_interval is None:
         return iter(loader), None

@@ -1,4 +1,4 @@
-"""What all ranks must agree on: an answer of rank 0, a fault of any rank, a value that is not finite.
+"""What all ranks must agree on: an answer of rank 0, a fault of any rank, their data, a value that is not finite.
 
 A rank that fails alone would leave the others waiting; here all of them raise the same error.
 """
@@ -11,6 +11,7 @@ from typing import Any
 
 import torch.distributed as dist
 
+from mm_models.data.rows import ranges
 from mm_models.errors import UserError
 from mm_models.train.entry import NonFinite
 from mm_models.weights import mmfolder
@@ -51,6 +52,26 @@ def everywhere(call: Callable[[], Any], *, doing: str) -> Any:
         ]
         raise UserError(f"{doing}: {'; '.join(parts)}")
     return result
+
+
+def same_data(loader: Any) -> None:
+    """Refuse ranks whose files or images gave different samples: their orders would not fit together. Collective.
+
+    `loader` is one of `build_loader`, or a plugin's, which need not say what it holds.
+    """
+    summary = getattr(getattr(loader, "report", None), "summary", None)
+    mine = summary() if summary else None
+    found: list = [None] * dist.get_world_size()
+    dist.all_gather_object(found, mine)
+    by_text: dict[str | None, list[int]] = {}
+    for rank, text in enumerate(found):
+        by_text.setdefault(text, []).append(rank)
+    if len(by_text) > 1:
+        lines = "; ".join(f"rank {ranges(ranks)}: {text}" for text, ranks in by_text.items())
+        raise UserError(
+            f"the ranks hold different data ({lines}). Data files and images must be the same on every node: copy them "
+            "anew, or name one cache_dir that all nodes see."
+        )
 
 
 def refuse_unwritten(tmp: Path, iteration: int, faults: Sequence[str]) -> None:

@@ -1,0 +1,84 @@
+"""Nodes whose data folders differ: an error at the start on both targets, in place of two orders that do not fit."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from mm_models.config.fsdp2 import load_config
+from mm_models.data.drawn import DrawnReport
+from mm_models.data.report import Counts, Places, Report
+from mm_models.errors import UserError
+from mm_models.train import agree
+from tests.fsdp2.test_training_run import configuration
+from tests.harness import run
+from tests.mcore import training_kit
+from tests.mcore.training_kit import world  # noqa: F401
+
+COUNTS = {"starts": (0, 5), "rows": 5, "tokens": 60, "labelled": 20, "images": 3, "notes": {}}
+
+
+def report(name: str, dropped: list[int], **changes) -> Report:
+    counts = Counts(**COUNTS | {"kept": (5 - len(dropped),), "dropped": {"broken": dropped}} | changes)
+    return Report(places=Places(files=(Path(name, "a.json"),), starts=(0, 5)), counts=counts, remarks=(name,))
+
+
+def test_a_summary_is_that_of_the_samples():
+    """Not of the place of the files, nor of what a machine has to remark; which rows are kept counts."""
+    assert report("/a", [1]).summary() == report("/b", [1]).summary()
+    others = [report("/a", [1]), report("/a", [2]), report("/a", []), report("/a", [1], tokens=61)]
+    drawn = [DrawnReport(places=Places(files=(), starts=(0, end)), rows=5) for end in (5, 6)]
+    assert len({found.summary() for found in (*others, *drawn)}) == 6
+
+
+def compare(rank: int, dropped: list[list[int]]) -> str | None:
+    loader = SimpleNamespace(report=report(f"/node{rank}", dropped[rank])) if dropped[rank] is not None else object()
+    try:
+        agree.same_data(loader)
+    except UserError as error:
+        return str(error)
+    return None
+
+
+def test_every_rank_is_told_who_differs():
+    assert run(compare, 3, [[1], [1], [1]]) == run(compare, 2, [None, None]) + [None] == [None] * 3
+    first, *others = run(compare, 3, [[1], [1, 2], [1]])
+    assert others == [first] * 2
+    assert "rank 0, 2: 4 of 5 rows, 60 tokens" in first and "rank 1: 3 of 5 rows" in first
+
+
+def mcore(rank: int, nodes: Path, argv: list[str]) -> str:
+    os.chdir(nodes / str(rank))
+    with pytest.raises(UserError) as caught:
+        training_kit.train(rank, argv)
+    return str(caught.value)
+
+
+def fsdp2(rank: int, nodes: Path, path: Path) -> str:
+    from mm_models.fsdp2 import training
+    from mm_models.fsdp2.validation import plan
+
+    os.chdir(nodes / str(rank))
+    with pytest.raises(UserError) as caught:
+        training.train(plan(load_config(path), 2, "cpu"))
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("target", ["mcore", "fsdp2"])
+def test_a_run_over_nodes_of_different_data(world, tmp_path, target):  # noqa: F811
+    """One image is missing on the second: with `on_broken_image: drop` its rows are others than the first's."""
+    for node in "01":
+        shutil.copytree(world.folder / "data", tmp_path / node)
+    next((tmp_path / "1" / "images").iterdir()).unlink()
+    data = world.data(f"nodes_{target}", dataset="train.json", dataset_dir=".", on_broken_image="drop")
+    if target == "mcore":
+        said = run(mcore, 2, tmp_path, world.flags(data=data), timeout=90)
+    else:
+        path = configuration(world, tmp_path, data=json.loads(data.read_text()))
+        said = run(fsdp2, 2, tmp_path, path, timeout=90)
+    assert said[0] == said[1] and "the ranks hold different data (rank 0: 16 of 16 rows" in said[0], said
