@@ -107,11 +107,15 @@ class TestDropped:
 
 
 def test_the_report_names_what_happened(make):
-    found = make([GOOD, kit.row("what is <|image|>?", "a"), kit.row("q", "")])
-    first, dropped, note = found.report.lines()
-    assert "2 of 3 rows" in first and "0 images" in first
+    found = make([GOOD, kit.row("what is <|image|>?", "a"), kit.row("q", "") | {"tools": "[]"}, GOOD | {"system": "s"}])
+    first, dropped, *notes = found.report.lines()
+    assert "3 of 4 rows" in first and "0 images" in first
     assert dropped == "data dropped: no answer to learn from: 1 rows: 2"
-    assert note == "data note: text that looks like a template token is kept as text: <|image|>: 1 rows: 1"
+    assert notes == [
+        "data note: 'system' is not read, attr does not name it: 1 rows: 3",
+        "data note: 'tools' is not read, attr does not name it: 1 rows: 2",
+        "data note: text that looks like a template token is kept as text: <|image|>: 1 rows: 1",
+    ]
 
 
 def test_the_base_folder_of_the_file_is_tried_second(make, folder, processor, template, tmp_path, monkeypatch):
