@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import codecs
 import json
+import os
 import zlib
 from array import array
 from bisect import bisect_right
@@ -347,7 +348,7 @@ class ParquetFile:
     """A Parquet file by row groups; the one last read stays in memory, as Arrow."""
 
     def __init__(self, path: Path, *, limit: int | None = None):
-        self.path, self._stamp = path, stamp(path)
+        self.path, self._stamp, self._footer = path, stamp(path), _footer(path)
         meta = self._open().metadata
         self._ends = list(accumulate(meta.row_group(index).num_rows for index in range(meta.num_row_groups)))
         self._rows = meta.num_rows if limit is None else min(limit, meta.num_rows)
@@ -362,8 +363,10 @@ class ParquetFile:
     def read(self, row: int) -> dict[str, Any]:
         from pyarrow import ArrowException
 
-        if stamp(self.path) != self._stamp:
-            raise UserError(f"{self.path}: the file has changed since the start. Start again.")
+        if (now := stamp(self.path)) != self._stamp:
+            if now[0] != self._stamp[0] or _footer(self.path) != self._footer:
+                raise UserError(f"{self.path}: the file has changed since the start. Start again.")
+            self._stamp = now  # touched, or written again as it was
         group = bisect_right(self._ends, row)
         first = self._ends[group - 1] if group else 0
         try:
@@ -386,3 +389,10 @@ class ParquetFile:
         if twice:
             raise UserError(f"{self.path}: several columns named {', '.join(map(repr, twice))}; keep one of each.")
         return file
+
+
+def _footer(path: Path) -> int:
+    """A checksum of the end of a Parquet file, which says where its pages are and what is in them."""
+    with path.open("rb") as file:
+        file.seek(-min(HEAD, path.stat().st_size), os.SEEK_END)
+        return zlib.crc32(file.read())

@@ -141,6 +141,8 @@ def test_a_file_that_changed_since(tmp_path, name, change):
     path = write(tmp_path / name, values)
     found = pickle.loads(pickle.dumps(RowFiles.open([path])))
     assert found.read(0) == values[0]
+    os.utime(path, ns=(0, 0))
+    assert found.read(1) == values[1], "a file that is only touched"
     if change == "content":
         size, then = path.stat().st_size, path.stat().st_mtime_ns
         write(path, values[::-1])
