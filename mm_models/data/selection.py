@@ -27,7 +27,7 @@ def split_paths(basic: BasicParameters, split: str) -> tuple[Path, ...]:
             "basic_parameters.val_dataset, or give val_rate the share of the rows to keep for it."
         )
     paths = find_files(basic.files, basic.dataset_dir)
-    if basic.val_dataset is None:
+    if split == "train" or basic.val_dataset is None:
         return paths
     own = find_files(basic.val_files, basic.dataset_dir)
     both = {path.resolve() for path in own} & {path.resolve() for path in paths}
@@ -36,7 +36,7 @@ def split_paths(basic: BasicParameters, split: str) -> tuple[Path, ...]:
             f"val_dataset and dataset both name {', '.join(map(str, sorted(both)))}: validation would see rows that were "
             "trained on. Name another file, or give val_rate in place of val_dataset."
         )
-    return own if split == "valid" else paths
+    return own
 
 
 def left_out(basic: BasicParameters, files: RowFiles, row: int) -> str | None:

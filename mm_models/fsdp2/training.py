@@ -212,8 +212,10 @@ def open_loaders(session: Session, state: Progress):
     log.say(session.rank, *loader.lines())
     if training.eval_interval is None:
         return iter(loader), None
+    valid = open_split(build, plan.config.data, option=option)
+    agree.same_data(valid)
     evaluation = Evaluation.of(
-        open_split(build, plan.config.data, option=option),
+        valid,
         interval=training.eval_interval,
         iters=training.eval_iters,
         num_microbatches=plan.num_microbatches,

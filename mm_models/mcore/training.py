@@ -226,6 +226,7 @@ def open_loaders(trainer: Trainer, state: Progress, datasets_provider: Callable)
     log.say(session.rank, *getattr(loader, "lines", list)())
     if args.eval_interval is None:
         return iter(loader), None
+    agree.same_data(valid)
     evaluation = Evaluation.of(
         valid,
         interval=args.eval_interval,

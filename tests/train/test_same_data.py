@@ -69,16 +69,22 @@ def fsdp2(rank: int, nodes: Path, path: Path) -> str:
     return str(caught.value)
 
 
+@pytest.mark.parametrize("split", ["train", "valid"])
 @pytest.mark.parametrize("target", ["mcore", "fsdp2"])
-def test_a_run_over_nodes_of_different_data(world, tmp_path, target):  # noqa: F811
+def test_a_run_over_nodes_of_different_data(world, tmp_path, target, split):  # noqa: F811
     """One image is missing on the second: with `on_broken_image: drop` its rows are others than the first's."""
+    rows = json.loads((world.folder / "data" / "train.json").read_text())
     for node in "01":
         shutil.copytree(world.folder / "data", tmp_path / node)
+        (tmp_path / node / "texts.json").write_text(json.dumps([row for row in rows if not row["images"]] * 8))
     next((tmp_path / "1" / "images").iterdir()).unlink()
-    data = world.data(f"nodes_{target}", dataset="train.json", dataset_dir=".", on_broken_image="drop")
+    files = {"dataset": "train.json"} if split == "train" else {"dataset": "texts.json", "val_dataset": "train.json"}
+    data = world.data(f"nodes_{target}_{split}", **files, dataset_dir=".", on_broken_image="drop")
     if target == "mcore":
-        said = run(mcore, 2, tmp_path, world.flags(data=data), timeout=90)
+        evaluate = ["--eval-interval", "1"] if split == "valid" else []
+        said = run(mcore, 2, tmp_path, world.flags(*evaluate, data=data), timeout=90)
     else:
-        path = configuration(world, tmp_path, data=json.loads(data.read_text()))
+        evaluate = {"training__eval_interval": 1} if split == "valid" else {}
+        path = configuration(world, tmp_path, data=json.loads(data.read_text()), **evaluate)
         said = run(fsdp2, 2, tmp_path, path, timeout=90)
     assert said[0] == said[1] and "the ranks hold different data (rank 0: 16 of 16 rows" in said[0], said
