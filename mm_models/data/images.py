@@ -103,7 +103,9 @@ def resolve(reference: str | ImageBytes, base: str | os.PathLike[str]) -> Path |
             f"image {reference!r}: got a {address['scheme']}:// address, expected a path. Download the file first."
         )
     if address["host"].lower() not in ("", "localhost"):
-        raise UserError(f"image {reference!r}: got the host {address['host']!r}, expected file:///path or a plain path.")
+        raise UserError(
+            f"image {reference!r}: got the host {address['host']!r}, expected file:///path or a plain path."
+        )
     return Path("/", unquote(address["path"]))
 
 
