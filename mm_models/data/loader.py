@@ -61,6 +61,10 @@ class Loader:
         """What became of the rows; print `report.lines()` once per run."""
         return self.dataset.report
 
+    def summary(self) -> str:
+        """Samples and order in one line: the same on ranks and in runs that have the same."""
+        return f"{self.report.summary()}, {self.sampler.rule}"
+
     def lines(self) -> list[str]:
         """The report and the settings that shape samples, for the start of a run."""
         least, most = pixel_bounds(self.processor)

@@ -66,6 +66,12 @@ class BaseRandomBatchSampler:
         """Samples all ranks together use in one epoch; the rest is the tail."""
         return self.total // self._global * self._global
 
+    @property
+    def rule(self) -> str:
+        """What the order depends on beside the seed."""
+        weights = f", weights {', '.join(f'{weight:g}' for _, weight in self._parts)}" if self._parts else ""
+        return ("shuffled" if self._shuffle else "in file order") + weights
+
     def __len__(self) -> int:
         """Micro-batches of this rank in one epoch."""
         return self.samples_per_epoch // (self._micro * self._dp_size)

@@ -111,6 +111,7 @@ def resume(session: Session, optimizer: Optimizer) -> tuple[Progress, Schedule]:
         iteration=state["iteration"],
         consumed_samples=state["consumed_train_samples"],
         skipped=state["skipped_train_iters"],
+        data=state.get("data"),
         rng=states,
     )
     return progress, schedule

@@ -154,6 +154,7 @@ class Saver:
             "iteration": state.iteration,
             "consumed_train_samples": state.consumed_samples,
             "skipped_train_iters": state.skipped,
+            "data": state.data,
             "optimizer_steps": None if self._training.no_save_optim else trainer.optimizer.steps,
             "schedule": schedule_lr.record(trainer.schedule),
             "world": session.world,

@@ -81,7 +81,7 @@ def run(trainer: Trainer, state: Progress, signals: Signals) -> None:
     """Step until `train_iters`, `exit_interval` or a signal; the last step is always saved, once. An evaluation comes after the
     save of its step: what ends the run in it costs no training."""
     session, training = trainer.session, trainer.session.plan.config.training
-    loader, evaluation = open_loaders(session, state)
+    loader, evaluation, state = open_loaders(session, state)
     checkpoint.restore_rng(session, state)
     journal = log.Journal(
         speaks=session.rank == session.world - 1,
@@ -193,7 +193,8 @@ def _report(
 
 
 def open_loaders(session: Session, state: Progress):
-    """An endless iterator of this rank's micro-batches from the resumed position on, and the evaluation that was asked for."""
+    """An endless iterator of this rank's micro-batches from the resumed position on, the evaluation that was asked for, and
+    `state` on these data."""
     session.position.at("opening the data")
     plan = session.plan
     training = plan.config.training
@@ -208,10 +209,10 @@ def open_loaders(session: Session, state: Progress):
         seed=training.seed,
     )
     loader = build(consumed_samples=state.consumed_samples)
-    agree.same_data(loader)
-    log.say(session.rank, *loader.lines())
+    state, told = state.on(agree.same_data(loader))
+    log.say(session.rank, *loader.lines(), *told)
     if training.eval_interval is None:
-        return iter(loader), None
+        return iter(loader), None, state
     valid = open_split(build, plan.config.data, option=option)
     agree.same_data(valid)
     evaluation = Evaluation.of(
@@ -222,4 +223,4 @@ def open_loaders(session: Session, state: Progress):
         option=option,
     )
     log.say(session.rank, *evaluation.lines())
-    return iter(loader), evaluation
+    return iter(loader), evaluation, state

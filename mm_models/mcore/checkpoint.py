@@ -137,6 +137,7 @@ def resume(trainer, source: Source | None) -> Progress:
         iteration=state["iteration"],
         consumed_samples=state["consumed_train_samples"],
         skipped=state["skipped_train_iters"],
+        data=state.get("data"),
         rng=None if states is None else tuple(states),
     )
 

@@ -113,6 +113,7 @@ def training_state(trainer, state: Progress) -> dict[str, Any]:
         "args": trainer.session.plan.args.as_dict(),
         "consumed_train_samples": state.consumed_samples,
         "skipped_train_iters": state.skipped,
+        "data": state.data,
         "opt_param_scheduler": trainer.scheduler.state_dict(),
     }
 

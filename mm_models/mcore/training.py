@@ -95,7 +95,7 @@ def run(
     """Step until `--train-iters`, `--exit-interval` or a signal; the last step is always saved, once. An evaluation comes after the
     save of its step: what ends the run in it costs no training."""
     session, args = trainer.session, trainer.session.plan.args
-    loader, evaluation = open_loaders(trainer, state, datasets_provider)
+    loader, evaluation, state = open_loaders(trainer, state, datasets_provider)
     checkpoint.restore_rng(session, state)
     journal = log.Journal(
         speaks=session.rank == torch.distributed.get_world_size() - 1,
@@ -216,16 +216,17 @@ def _report(
 
 
 def open_loaders(trainer: Trainer, state: Progress, datasets_provider: Callable):
-    """An endless iterator of this rank's micro-batches from the resumed position on, and the evaluation that was asked for."""
+    """An endless iterator of this rank's micro-batches from the resumed position on, the evaluation that was asked for, and
+    `state` on these data."""
     session, args = trainer.session, trainer.session.plan.args
     session.position.at("opening the data")
     needs = frozenset().union(*(start.unwrap(chunk).needs() for chunk in trainer.chunks))
     samples = args.train_iters * session.plan.global_batch_size
     loader, valid, _ = datasets_provider((samples, 0, 0), consumed_samples=state.consumed_samples, needs=needs)
-    agree.same_data(loader)
-    log.say(session.rank, *getattr(loader, "lines", list)())
+    state, told = state.on(agree.same_data(loader))
+    log.say(session.rank, *getattr(loader, "lines", list)(), *told)
     if args.eval_interval is None:
-        return iter(loader), None
+        return iter(loader), None, state
     agree.same_data(valid)
     evaluation = Evaluation.of(
         valid,
@@ -235,7 +236,7 @@ def open_loaders(trainer: Trainer, state: Progress, datasets_provider: Callable)
         option=option,
     )
     log.say(session.rank, *evaluation.lines())
-    return iter(loader), evaluation
+    return iter(loader), evaluation, state
 
 
 def save(trainer: Trainer, state: Progress) -> None:

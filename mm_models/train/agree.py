@@ -54,13 +54,12 @@ def everywhere(call: Callable[[], Any], *, doing: str) -> Any:
     return result
 
 
-def same_data(loader: Any) -> None:
+def same_data(loader: Any) -> str | None:
     """Refuse ranks whose files or images gave different samples: their orders would not fit together. Collective.
 
-    `loader` is one of `build_loader`, or a plugin's, which need not say what it holds.
+    `loader` is one of `build_loader`, or a plugin's, which need not say what it holds. Returns what it says.
     """
-    summary = getattr(getattr(loader, "report", None), "summary", None)
-    mine = summary() if summary else None
+    mine = loader.summary() if hasattr(loader, "summary") else None
     found: list = [None] * dist.get_world_size()
     dist.all_gather_object(found, mine)
     by_text: dict[str | None, list[int]] = {}
@@ -72,6 +71,7 @@ def same_data(loader: Any) -> None:
             f"the ranks hold different data ({lines}). Data files and images must be the same on every node: copy them "
             "anew, or name one cache_dir that all nodes see."
         )
+    return mine
 
 
 def refuse_unwritten(tmp: Path, iteration: int, faults: Sequence[str]) -> None:

@@ -15,11 +15,23 @@ class Progress:
     consumed_samples: int = 0
     skipped: int = 0
     rng: tuple[Mapping, ...] | None = None
+    data: str | None = None
+    """The samples and their order in one line; None where the loader does not say."""
 
     @property
     def steps(self) -> int:
         """Optimizer steps taken: what the learning-rate schedule counts."""
         return self.iteration - self.skipped
+
+    def on(self, data: str | None) -> tuple[Progress, list[str]]:
+        """The run on these samples, and what is to be told where they are not those of the run resumed."""
+        told = []
+        if self.data is not None and data != self.data:
+            told = [
+                f"data differ from the saved run: it had {self.data}; this has {data}. After {self.consumed_samples} samples "
+                "the order goes on in the new one: some samples may come again in this epoch, others not at all"
+            ]
+        return replace(self, data=data), told
 
     def after(self, *, samples: int, skipped: bool) -> Progress:
         """One iteration further."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
 import os
 import shutil
@@ -18,7 +20,7 @@ from mm_models.train import agree
 from tests.fsdp2.test_training_run import configuration
 from tests.harness import run
 from tests.mcore import training_kit
-from tests.mcore.training_kit import world  # noqa: F401
+from tests.mcore.training_kit import BATCH, world  # noqa: F401
 
 COUNTS = {"starts": (0, 5), "rows": 5, "tokens": 60, "labelled": 20, "images": 3, "notes": {}}
 
@@ -37,7 +39,11 @@ def test_a_summary_is_that_of_the_samples():
 
 
 def compare(rank: int, dropped: list[list[int]]) -> str | None:
-    loader = SimpleNamespace(report=report(f"/node{rank}", dropped[rank])) if dropped[rank] is not None else object()
+    loader = (
+        SimpleNamespace(summary=report(f"/node{rank}", dropped[rank]).summary)
+        if dropped[rank] is not None
+        else object()
+    )
     try:
         agree.same_data(loader)
     except UserError as error:
@@ -88,3 +94,39 @@ def test_a_run_over_nodes_of_different_data(world, tmp_path, target, split):  # 
         path = configuration(world, tmp_path, data=json.loads(data.read_text()), **evaluate)
         said = run(fsdp2, 2, tmp_path, path, timeout=90)
     assert said[0] == said[1] and "the ranks hold different data (rank 0: 16 of 16 rows" in said[0], said
+
+
+def told(rank: int, start: list[str] | Path) -> list[str]:
+    """What a run of one process says of data that differ: flags for one target, a YAML for the other."""
+    from mm_models.fsdp2 import training
+    from mm_models.fsdp2.validation import plan
+
+    with contextlib.redirect_stdout(io.StringIO()) as out:
+        if isinstance(start, Path):
+            training.train(plan(load_config(start), 1, "cpu"))
+        else:
+            training_kit.train(rank, start)
+    return [line for line in out.getvalue().splitlines() if "data differ from the saved run" in line]
+
+
+@pytest.mark.parametrize("target", ["mcore", "fsdp2"])
+def test_a_run_resumed_on_other_data_is_told(world, tmp_path, target):  # noqa: F811
+    """Two rows fewer, and the order of the file; with the data of before nothing is said."""
+    save, said = tmp_path / "save", []
+    data = [
+        world.data(f"before_{target}"),
+        world.data(f"before_{target}"),
+        world.data(f"after_{target}", max_samples=14, shuffle=False),
+    ]
+    for number, path in enumerate(data, 1):
+        if target == "mcore":
+            flags = ("--save", str(save), "--exit-interval", "1", "--lr-decay-style", "constant")
+            start = world.flags(*flags, start="hf" if number == 1 else save, data=path, steps=3)
+        else:
+            load = {} if number == 1 else {"training__load": str(save)}
+            keys = {"training__save": str(save), "training__exit_interval": 1, "data": json.loads(path.read_text())}
+            start = configuration(world, tmp_path, **keys, **load)
+        said += run(told, 1, start, timeout=90)
+    assert said[:2] == [[], []] and len(said[2]) == 1
+    assert "it had 16 of 16 rows" in said[2][0] and "shuffled; this has 14 of 14 rows" in said[2][0]
+    assert f"in file order. After {2 * (BATCH if target == 'mcore' else 1)} samples" in said[2][0]
