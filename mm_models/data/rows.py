@@ -98,7 +98,7 @@ def _system(value: dict[str, Any], attr: Attributes) -> list[Turn]:
 
 def _messages(value: dict[str, Any], attr: Attributes) -> list[Any]:
     if attr.messages not in value:
-        close = nearest(attr.messages, value)
+        close = nearest(attr.messages, _unnamed(value, attr))
         hint = f", did you mean {close!r}" if close else ""
         raise UserError(
             f"no key {attr.messages!r} (attr.messages){hint}; the row has {', '.join(map(repr, value)) or 'no keys'}"
@@ -124,7 +124,8 @@ def _turn(place: str, message: Any, attr: Attributes) -> tuple[Turn, list[str | 
     roles = {tag: role for tag, role in tags.items() if tag is not None}
     role, content = message[attr.role_tag], message[attr.content_tag]
     if not isinstance(role, str) or role not in roles:
-        raise UserError(f"{place}: role {role!r}, expected one of {', '.join(map(repr, roles))}")
+        known = ", ".join(f"{tag!r} (attr.{role}_tag)" for tag, role in roles.items())
+        raise UserError(f"{place}: role {role!r}, expected one of {known}")
     if isinstance(content, str):
         content = [{"type": TEXT, TEXT: content}]
     elif not isinstance(content, list):
@@ -200,11 +201,16 @@ def _given(value: Any) -> bool:
     return any(map(_given, value.values())) if isinstance(value, dict) else value is not None
 
 
+def _unnamed(value: dict[str, Any], attr: Attributes) -> list[str]:
+    """The row's columns that attr does not name: what a missing one may be called."""
+    return [name for name in value if name not in (attr.messages, attr.images, attr.system, attr.videos)]
+
+
 def _absent(value: dict[str, Any], attr: Attributes) -> str:
     """A hint where the row has no column of images under the name that attr gives."""
     if attr.images is None or attr.images in value:
         return ""
-    close = nearest(attr.images, value)
+    close = nearest(attr.images, _unnamed(value, attr))
     return f". There is no key {attr.images!r} (attr.images)" + (f", did you mean {close!r}?" if close else "")
 
 

@@ -152,5 +152,6 @@ def test_a_tool_role_is_refused_by_row(world, tmp_path):
     config = kit.data_config(
         it.folder, tmp_path, rows, template="qwen2vl", model_name="qwen2vl", observation_tag="tool", system_tag=None
     )
-    with pytest.raises(UserError, match=r"row 0: .*role 'tool', expected one of 'user', 'assistant'$"):
+    expected = r"'user' \(attr.user_tag\), 'assistant' \(attr.assistant_tag\)$"
+    with pytest.raises(UserError, match=rf"row 0: .*role 'tool', expected one of {expected}"):
         build_loader(config, model_config=it.model_config)

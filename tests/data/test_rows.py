@@ -124,9 +124,16 @@ def message(**values):
 BAD = {
     "not an object": ("text", "got str, expected an object"),
     "no messages": ({"message": []}, "no key 'messages' (attr.messages), did you mean 'message'"),
+    "messages under another name": (
+        {"conversations": [], "images": []},
+        "no key 'messages' (attr.messages); the row has 'conversations', 'images'",
+    ),
     "empty messages": ({"messages": []}, "'messages' is [], expected a list of messages"),
     "no content": ({"messages": [{"role": "user", "value": "x"}]}, "messages[0] has no key 'content'"),
-    "unknown role": ({"messages": [{"role": "human", "content": "x"}]}, "role 'human', expected one of 'user'"),
+    "unknown role": (
+        {"messages": [{"role": "human", "content": "x"}]},
+        "role 'human', expected one of 'user' (attr.user_tag), 'assistant' (attr.assistant_tag)",
+    ),
     "null content": (message(content=None), "messages[1]: content is NoneType, expected text or a list of parts"),
     "part is no object": (chat([1], "a"), "messages[0]: a part of the content is int, expected an object with a type"),
     "unknown part": (
