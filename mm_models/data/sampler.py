@@ -54,7 +54,8 @@ class BaseRandomBatchSampler:
             )
         if total < global_batch_size:
             raise UserError(
-                f"{total} samples are fewer than one global batch of {global_batch_size}: no step could run."
+                f"{total} samples are fewer than one global batch of {global_batch_size}: no step could run. "
+                "Lower the global batch, or give more rows."
             )
         self.total, self.consumed_samples = total, consumed_samples
         self._micro, self._global = micro_batch_size, global_batch_size

@@ -125,7 +125,10 @@ class TestWeights:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"total": 3, "global_batch_size": 4}, "3 samples are fewer than one global batch of 4"),
+        (
+            {"total": 3, "global_batch_size": 4},
+            "3 samples are fewer than one global batch of 4: no step could run. Lower the global batch, or give more",
+        ),
         (
             {"total": 9, "global_batch_size": 6, "micro_batch_size": 2, "dp_size": 2},
             "6 does not divide by micro-batch 2 x data parallel 2 = 4",
