@@ -81,7 +81,8 @@ class Evaluation:
     def lines(self) -> list[str]:
         """For the start of a run."""
         often = f"every {self.interval} iterations and after the last"
-        return [*self.loader.lines(), f"validation: {often}, global batches: {self.iters}"]
+        found = [f"validation {line}" for line in self.loader.lines()]
+        return [*found, f"validation: {often}, global batches: {self.iters}"]
 
     def due(self, iteration: int, train_iters: int) -> bool:
         return iteration % self.interval == 0 or iteration == train_iters

@@ -54,6 +54,7 @@ def test_when_one_is_due(world):  # noqa: F811
     asked = evaluation(opened(world))
     assert [n for n in range(1, 9) if asked.due(n, 8)] == [3, 6, 8]
     assert asked.lines()[-1] == "validation: every 3 iterations and after the last, global batches: 2"
+    assert all(line.startswith("validation data ") for line in asked.lines()[:-1])
 
 
 def test_no_trained_token_is_no_number(world):  # noqa: F811
