@@ -27,6 +27,7 @@ class DrawnReport:
     rows: int
     images: int = 0
     """Not known."""
+    remarks: tuple[str, ...] = ()
 
     @property
     def kept(self) -> int:
@@ -40,6 +41,7 @@ class DrawnReport:
         return [
             f"data {self.places.title}: {self.rows} rows, examined when they are drawn",
             "data a row that would be dropped is replaced by the next kept one; each is named the first time",
+            *(f"data {remark}" for remark in self.remarks),
         ]
 
 
@@ -55,7 +57,8 @@ class DrawnDataset:
         self._config, self._decode = config, basic.on_broken_image == "drop"
         self._rows = open_split(basic, split)
         places = Places(files=self._rows.files.paths, starts=self._rows.files.starts)
-        self.report = DrawnReport(places=places, rows=len(self._rows))
+        idle = () if basic.cache_dir is None else ("cache_dir has no effect, nothing is written",)
+        self.report = DrawnReport(places=places, rows=len(self._rows), remarks=idle)
         self.sizes = self._rows.sizes
         """Samples of each file."""
         self._examiner = Examiner(config, processor, template, base=basic.dataset_dir, decode=self._decode)

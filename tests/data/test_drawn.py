@@ -33,6 +33,13 @@ def test_the_same_samples_as_examined_before(draw, key):
     assert "6 rows, examined when they are drawn" in found.report.lines()[0]
 
 
+def test_a_cache_that_nothing_fills_is_told(draw, tmp_path):
+    told = "data cache_dir has no effect, nothing is written"
+    assert draw(GOOD, cache_dir=str(tmp_path / "cache")).report.lines()[-1] == told
+    assert told not in draw(GOOD).report.lines()
+    assert not (tmp_path / "cache").exists()
+
+
 def test_a_dropped_row_is_replaced_by_the_next_kept_one(draw, capfd, tmp_path):
     rows = [EMPTY, GOOD[1], EMPTY, EMPTY, GOOD[4], EMPTY]
     expected = [1, 1, 4, 4, 4, 1]
