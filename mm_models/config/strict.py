@@ -7,6 +7,7 @@ a key given twice. `validate` turns pydantic's report into one `UserError` that 
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, TypeVar, get_args
@@ -23,6 +24,9 @@ class StrictModel(BaseModel):
 
 
 Model = TypeVar("Model", bound=BaseModel)
+
+UNION_TAG = re.compile(r"(constrained-)?(str|int|float)|bool|\w+\[.*\]")
+"""How pydantic names the member of a union in the place of a fault: no key of the user's."""
 
 
 def load_json(path: str | Path) -> Any:
@@ -66,7 +70,7 @@ def validate(schema: type[Model], data: Any, where: str) -> Model:
 
 
 def _describe(schema: type[BaseModel], fault: dict[str, Any], data: Any) -> str:
-    place = ".".join(map(str, fault["loc"])) or "the document"
+    place = ".".join(str(part) for part in fault["loc"] if not UNION_TAG.fullmatch(str(part))) or "the document"
     if fault["type"] != "extra_forbidden":
         whole = fault["type"] == "missing" or (fault["type"] == "value_error" and isinstance(fault["input"], dict))
         got = "" if whole else f", got {fault['input']!r}"

@@ -144,6 +144,8 @@ REFUSED = {
     "two validation sets": (changed(BASIC, val_rate=0.5, val_dataset="v.json"), "val_dataset and val_rate both name"),
     "weights": (changed(BASIC, dataset="a.json,b.json", dataset_weights=[1.0]), "got 1 weights for 2 files"),
     "no file": (changed(BASIC, dataset=","), "dataset names no file"),
+    "empty file": (changed(BASIC, dataset=""), "basic_parameters.dataset: String should have at least 1 character"),
+    "files of two kinds": (changed(BASIC, dataset=["a", 3]), "basic_parameters.dataset.1: Input should be a valid str"),
     "later: tail": (changed(LOADER, drop_last=False), "drop_last: not supported yet"),
 }
 
