@@ -13,7 +13,7 @@ import pyarrow as pa
 import pytest
 from pyarrow import parquet
 
-from mm_models.data import files
+from mm_models.data import json_file
 from mm_models.data.files import RowFiles, find_files
 from mm_models.errors import UserError
 
@@ -41,7 +41,7 @@ def write(path, values, **options):
 @pytest.mark.parametrize("ascii", [True, False])
 @pytest.mark.parametrize("name", ["a.json", "a.jsonl"])
 def test_every_row_wherever_a_window_ends(tmp_path, monkeypatch, name, ascii, indent, window):
-    monkeypatch.setattr(files, "WINDOW", window)
+    monkeypatch.setattr(json_file, "WINDOW", window)
     indent = None if name == "a.jsonl" else indent
     found = RowFiles.open([write(tmp_path / name, VALUES, ensure_ascii=ascii, indent=indent)])
     assert [found.read(row) for row in (3, 1, 0, 2)] == [VALUES[row] for row in (3, 1, 0, 2)]
@@ -238,7 +238,7 @@ def test_one_file_twice(tmp_path):
 @pytest.mark.parametrize("name", ["a.json", "a.jsonl"])
 def test_memory_is_bounded(tmp_path, monkeypatch, name):
     """6 MB of rows take two windows and two numbers each."""
-    monkeypatch.setattr(files, "WINDOW", 1 << 16)
+    monkeypatch.setattr(json_file, "WINDOW", 1 << 16)
     write(tmp_path / name, [{"id": index, "text": "word " * 200} for index in range(6000)])
     tracemalloc.start()
     found = RowFiles.open([tmp_path / name])
