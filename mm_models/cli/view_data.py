@@ -137,6 +137,7 @@ def look(config: DataConfig, index: int, count: int) -> list[View]:
     from mm_models.data.files import RowFiles, find_files
     from mm_models.data.selection import left_out
 
+    config.check_ids()
     basic = config.dataset_param.basic_parameters
     files = RowFiles.open(find_files(basic.files, basic.dataset_dir))
     if index + count > len(files):

@@ -16,6 +16,8 @@ from pydantic import AfterValidator, Field, model_validator
 
 from mm_models.config.bounds import Bounds, used
 from mm_models.config.strict import StrictModel, load_json, validate
+from mm_models.errors import unknown_name
+from mm_models.registry import table
 
 Count = Annotated[int, Field(gt=0)]
 Pixels = Annotated[int, Field(ge=0)]
@@ -209,6 +211,17 @@ class DataConfig(StrictModel):
 
     dataset_param: DatasetParam
     dataloader_param: DataloaderParam
+
+    def check_ids(self) -> None:
+        """Refuse what no table has: kind of data set, template, collator."""
+        parameters, collate = self.dataset_param, self.dataloader_param.collate_param
+        for name, key, id in (
+            ("datasets", "dataset_param.dataset_type", parameters.dataset_type),
+            ("templates", "dataset_param.basic_parameters.template", parameters.basic_parameters.template),
+            ("collators", "dataloader_param.collate_param.collator_id", collate.collator),
+        ):
+            if id not in table(name):
+                raise unknown_name(key, id, table(name).ids())
 
     def image_bounds(self) -> Bounds:
         """The pixel bounds of a run, the processor's own where none are given. Refused: least above most."""

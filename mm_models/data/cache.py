@@ -56,6 +56,8 @@ class Cached:
     id: str
     samples: Path
     counts: Counts
+    built: bool = False
+    """By this process, now."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -139,7 +141,7 @@ def open_or_build(folder: Path, key: str, build: Build, *, overwrite: bool) -> C
             for path in folder.glob(f"{key}-*"):
                 if path.name.removeprefix(f"{key}-").split(".")[0] not in keep:
                     path.unlink(missing_ok=True)
-        return load(folder, key)
+        return dataclasses.replace(load(folder, key), built=True)
 
 
 def load(folder: Path, key: str) -> Cached | Stale:

@@ -55,16 +55,18 @@ class ChatDataset:
         examiner = Examiner(config, processor, template, base=basic.dataset_dir, decode=decode)
         build = functools.partial(_build, config, examiner, split, decode)
         paths = split_paths(basic, split)
-        self._folder = None
+        self._folder, remarks = None, []
         if basic.cache_dir is not None:
             key = cache.key(config, paths, split=split)
             found = cache.open_or_build(Path(basic.cache_dir), key, build, overwrite=basic.overwrite_cache)
             counts, samples = found.counts, found.samples
+            if not found.built:
+                remarks.append(f"was examined before: {samples}")
         else:
             self._folder = tempfile.TemporaryDirectory(prefix="mm-data-")
             samples = Path(self._folder.name, "samples.arrow")
             counts, _ = build(samples)
-        remarks, ranks = [], int(os.environ.get("WORLD_SIZE", "1"))
+        ranks = int(os.environ.get("WORLD_SIZE", "1"))
         if (basic.preprocessing_num_workers or 0) > cores():
             remarks.append(
                 f"preprocessing_num_workers {basic.preprocessing_num_workers}: at most {cores()} processes, one a core"

@@ -182,8 +182,8 @@ def build_loader(
     that does not belong to the model.
     """
     parameters, options = data_config.dataset_param, data_config.dataloader_param
+    data_config.check_ids()
     dataset_class = table("datasets").get(parameters.dataset_type)
-    table("templates").get(parameters.basic_parameters.template)  # an unknown name is told before any file is read
     collator_class = table("collators").get(options.collate_param.collator)
     positions = table("positions").get(model_config.text.model_id) if model_config.text else None
     processor = make_processor(data_config)

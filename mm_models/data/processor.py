@@ -78,7 +78,9 @@ def load_processor(
 
     folder = Path(folder)
     if not folder.is_dir():
-        raise UserError(f"model_name_or_path {str(folder)!r}: no such folder. Give a local Hugging Face folder.")
+        raise UserError(
+            f"model_name_or_path {str(folder)!r}: no such folder ({folder.absolute()}). Give a local Hugging Face folder."
+        )
     kind = KINDS[processor_class(folder)]
     if not any((folder / name).is_file() for name in ("tokenizer.json", "tokenizer_config.json")):
         raise UserError(f"{folder}: no tokenizer.json; copy the tokenizer's files of the model into the folder.")

@@ -67,7 +67,8 @@ class RunPlan:
 def plan(config: RunConfig, world: int, platform: str) -> RunPlan:
     """The plan of `config` on `world` processes of `platform` (cpu, cuda, npu). A `UserError` for whatever cannot run."""
     plugins = load_plugins(config.training.plugin)
-    _check_ids(config)
+    table("models").target(config.model.model_id)  # ids that are only used later
+    config.data.check_ids()
     profiler.check(config.tools, device_type=platform, world=world)
     if config.training.use_deter_comp:
         determinism.check(platform)
@@ -125,18 +126,6 @@ def plan(config: RunConfig, world: int, platform: str) -> RunPlan:
 def option(name: str) -> str:
     """A key of `training` with its section."""
     return f"training.{name}"
-
-
-def _check_ids(config: RunConfig) -> None:
-    """Ids that are only used later: unknown ones are refused now, with the nearest."""
-    data = config.data
-    for name, id in (
-        ("models", config.model.model_id),
-        ("datasets", data.dataset_param.dataset_type),
-        ("templates", data.dataset_param.basic_parameters.template),
-        ("collators", data.dataloader_param.collate_param.collator),
-    ):
-        table(name).target(id)
 
 
 def _sizes(config: RunConfig, world: int) -> Sizes:

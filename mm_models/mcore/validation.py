@@ -92,6 +92,7 @@ def _check_bridge(args: Arguments, model: ModelConfig) -> None:
 def _data(args: Arguments) -> DataConfig:
     """data.json, with the number of workers and the pixel bounds from the command line where they were given."""
     data = load_data_config(args.mm_data)
+    data.check_ids()
     loader, parameters = data.dataloader_param, data.dataset_param
     if args.num_workers is not None:
         loader = loader.model_copy(update={"num_workers": args.num_workers})

@@ -208,9 +208,13 @@ def test_length_and_lines(load):
 
 class TestRefused:
     def test_an_unknown_template_or_collator(self, load):
-        with pytest.raises(UserError, match="unknown id 'glm4v_mo' in table 'templates'; did you mean 'glm4v_moe'"):
+        with pytest.raises(
+            UserError, match=r"unknown dataset_param.basic_parameters.template 'glm4v_mo'; did you mean 'glm4v_moe'"
+        ):
             load(data={"template": "glm4v_mo"})
-        with pytest.raises(UserError, match="unknown id 'qwen3v' in table 'collators'; did you mean 'qwen3vl'"):
+        with pytest.raises(
+            UserError, match=r"unknown dataloader_param.collate_param.collator_id 'qwen3v'; did you mean 'qwen3vl'"
+        ):
             load(data={"collator_id": "qwen3v"})
 
     def test_a_processor_of_another_model(self, load, processor):

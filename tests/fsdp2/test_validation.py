@@ -278,9 +278,11 @@ def test_the_loss_is_what_the_model_can_have(here):
 def test_ids_are_looked_up_before_anything_is_built(here):
     refused("unknown id 'glm4v_mo' in table 'models'; did you mean 'glm4v_moe'?", {"model.model_id": "glm4v_mo"})
     basic, loader = "data.dataset_param.basic_parameters", "data.dataloader_param"
-    refused("in table 'templates'; did you mean 'glm4v_moe'?", {f"{basic}.template": "glm4vmoe"})
-    refused("in table 'collators'; did you mean 'qwen3vl'?", {f"{loader}.collate_param.collator_id": "qwen3_vl"})
-    refused("in table 'datasets'; did you mean 'huggingface'?", {"data.dataset_param.dataset_type": "hugging_face"})
+    refused("basic_parameters.template 'glm4vmoe'; did you mean 'glm4v_moe'?", {f"{basic}.template": "glm4vmoe"})
+    refused("collator_id 'qwen3_vl'; did you mean 'qwen3vl'?", {f"{loader}.collate_param.collator_id": "qwen3_vl"})
+    refused(
+        "dataset_type 'hugging_face'; did you mean 'huggingface'?", {"data.dataset_param.dataset_type": "hugging_face"}
+    )
     refused("dataset './data/none.json': no such file", {f"{basic}.dataset": "./data/none.json"})
 
 

@@ -241,3 +241,12 @@ def test_files_are_closed_too(files):
     (files / "typo.json").write_text(json.dumps(data))
     with pytest.raises(UserError, match=r"num_layer.*num_layers"):
         plan(parse([*[w if w != "model.json" else str(files / "typo.json") for w in FLAGS]]), 1)
+
+
+def test_names_of_data_json_are_known_before_a_run(files):
+    data = json.loads(BASE)
+    data["dataset_param"]["basic_parameters"]["template"] = "glm4v_mo"
+    (files / "misspelt.json").write_text(json.dumps(data))
+    flags = ["--mm-model", str(files / "model.json"), "--mm-data", str(files / "misspelt.json")]
+    with pytest.raises(UserError, match=r"basic_parameters.template 'glm4v_mo'; did you mean 'glm4v_moe'"):
+        plan(parse([*flags, "--micro-batch-size", "2", "--train-iters", "10", "--lr", "1e-3", "--from-scratch"]), 1)
