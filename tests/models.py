@@ -26,7 +26,7 @@ TEXT_FIELDS: dict[str, Any] = {
     "first_k_dense_replace": 1,
     "n_routed_experts": 8,
     "num_experts_per_tok": 2,
-    "n_shared_experts": 1,
+    "n_shared_experts": 2,  # of 48 each: a width that divides by 32, for `tests/numerics/test_assumptions.py`
     "moe_intermediate_size": 48,
     "n_group": 1,
     "topk_group": 1,
@@ -162,7 +162,7 @@ FAMILIES: dict[str, Tiny] = {
         | {
             "depth": 4,
             "hidden_size": 32,
-            "intermediate_size": 48,
+            "intermediate_size": 64,
             "out_hidden_size": 64,
             "window_size": 56,
             "fullatt_block_indexes": [1, 3],

@@ -102,7 +102,7 @@ def test_decoder_layers_hold_the_expected_classes(family):
         if moe:
             assert parts.mlp.submodules.experts is Experts
             assert parts.mlp.submodules.shared_experts.module is MLP
-            assert parts.mlp.submodules.shared_experts.params["ffn"] == 48
+            assert parts.mlp.submodules.shared_experts.params["ffn"] == 96
             assert parts.mlp.params["router"]["experts"] == 8
 
 

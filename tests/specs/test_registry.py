@@ -7,6 +7,7 @@ import sys
 
 import pytest
 
+from mm_models import registry
 from mm_models.errors import UserError
 from mm_models.registry import TABLES, Registry, load_plugins, table
 
@@ -85,7 +86,8 @@ def test_duplicate_names_both_definitions():
         registry.add("a", "two:x")
 
 
-def test_plugins(tmp_path):
+def test_plugins(tmp_path, monkeypatch):
+    monkeypatch.setattr(registry, "_loaded", {})  # or workers of later tests would load it too
     plugin = tmp_path / "my_plugin.py"
     plugin.write_text(
         "from mm_models.registry import table\nanswer = 42\ntable('templates').add('mine', 'my_plugin:answer')\n"
