@@ -125,7 +125,7 @@ def test_every_kind_of_split(hf, tmp_path):
         "image_encoder.projector.gate_proj.weight": state["model.visual.merger.gate_proj.weight"],
         MOE.format(2) + "router.weight": state[HF.format(2) + "mlp.gate.weight"],
         MOE.format(2) + "shared_experts.linear_fc2.weight": state[HF.format(2) + "mlp.shared_experts.down_proj.weight"][
-            :, 24:
+            :, 48:
         ],
     }
     for name, tensor in expected.items():
