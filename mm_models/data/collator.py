@@ -111,7 +111,7 @@ class VisionLanguageCollator:
             if (found := self._pixels.grid(image)) != grid:
                 reason = f"image {str(source)!r}: its pixels give grid {found}, its header gave {grid} at the start"
                 raise SampleError(row, f"{reason}; the file has changed.")
-            self._pixels.fill(out, image)
+            self._pixels.fill(out, image, grid)
         return pixels
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.utils.data import get_worker_info
@@ -33,10 +34,12 @@ class Parcel:
             name: value.numpy() if isinstance(value, Tensor) and value.nbytes <= SMALL else value
             for name, value in batch.items()
         }
-        self._small = {name for name, value in self._parts.items() if value is not batch[name]}
 
     def open(self) -> dict[str, Any]:
-        return {name: torch.from_numpy(value) if name in self._small else value for name, value in self._parts.items()}
+        return {
+            name: torch.from_numpy(value) if isinstance(value, np.ndarray) else value
+            for name, value in self._parts.items()
+        }
 
     def pin_memory(self) -> dict[str, Any]:
         """What the DataLoader calls where it pins."""

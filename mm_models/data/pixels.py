@@ -44,12 +44,12 @@ class PixelMaker:
         """What the picture takes; ValueError where the processor would refuse its shape."""
         return self._grid(image.height, image.width)
 
-    def fill(self, out: Tensor, image: Image) -> None:
-        """Write the patches of an RGB picture to `out` (rows x columns of its grid, features), float32.
+    def fill(self, out: Tensor, image: Image, grid: Grid) -> None:
+        """Write the patches of an RGB picture to `out` (rows x columns of its `grid`, features), float32.
 
         Patches that merge into one token are neighbours; a still picture is its own next frame.
         """
-        _, rows, columns = self.grid(image)
+        _, rows, columns = grid
         patch, merge = self._patch, self._merge
         image = image.resize((columns * patch, rows * patch), resample=self._resample)
         cut = np.asarray(image).reshape(rows // merge, merge, patch, columns // merge, merge, patch, CHANNELS)
@@ -71,7 +71,7 @@ class PixelMaker:
         image = fromarray(noise.numpy())
         grid = self.grid(image)
         ours = torch.empty(grid[1] * grid[2], self.features)
-        self.fill(ours, image)
+        self.fill(ours, image, grid)
         theirs = processor.image_processor(images=[image], return_tensors="pt")
         if theirs["image_grid_thw"].tolist() != [list(grid)] or not torch.equal(ours, theirs["pixel_values"]):
             raise UserError(

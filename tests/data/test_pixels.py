@@ -17,9 +17,9 @@ FAMILIES = ("glm4v_moe", "glm4v", "qwen2_vl", "qwen2_5_vl")
 
 
 def check(maker, processor, image):
-    _, rows, columns = maker.grid(image)
+    _, rows, columns = grid = maker.grid(image)
     out = torch.full((rows * columns, maker.features), torch.nan)
-    maker.fill(out, image)
+    maker.fill(out, image, grid)
     expected = processor.image_processor(images=[image], return_tensors="pt")
     assert expected["image_grid_thw"].tolist() == [[1, rows, columns]]
     assert torch.equal(out, expected["pixel_values"])
