@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from mm_models.cli.parser import StrictParser, positive
+from mm_models.cli.parser import StrictParser, positive, writing
 from mm_models.errors import UserError, unknown_name
 
 PROG = "mm-models convert-data"
@@ -68,15 +68,13 @@ def _llava(args: argparse.Namespace) -> int:
     if args.expect_images is not None:
         _check_count(folder, args.expect_images)
     rows, part = RowFiles.open([Path(args.annotations)]), out.with_name(f".{out.name}.part")
-    try:
+    with writing(f"--out {out}"):
         out.parent.mkdir(parents=True, exist_ok=True)
         try:
             written = _write(rows, folder, part, skip=args.skip_missing)
             os.replace(part, out)
         finally:
             part.unlink(missing_ok=True)
-    except OSError as error:
-        raise UserError(f"--out {out}: cannot be written ({error.strerror}).") from error
     print(*written, sep="\n")
     print(f"dataset {out}, dataset_dir {folder}")
     return 0

@@ -15,7 +15,7 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 
-from mm_models.cli.parser import StrictParser, natural, positive
+from mm_models.cli.parser import StrictParser, natural, positive, writing
 from mm_models.errors import UserError
 
 PROG = "mm-models make-data"
@@ -46,12 +46,10 @@ def main(arguments: Sequence[str]) -> int:
     out = Path(args.out)
     if (out / "train.json").exists() or (out / "images").exists():
         raise UserError(f"{out}: holds a data set already. Name another folder, or remove it.")
-    try:
+    with writing(f"--out {out}"):
         rows = [_row(args, out, number) for number in range(args.samples)]
         out.mkdir(parents=True, exist_ok=True)
         (out / "train.json").write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
-    except OSError as error:
-        raise UserError(f"--out {out}: cannot be written ({error.strerror}).") from error
     print(
         f"{args.samples} samples, {args.samples * args.images} images: dataset {out / 'train.json'}, dataset_dir {out}"
     )

@@ -10,7 +10,8 @@ import argparse
 import io
 import json
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, NoReturn
 
 from mm_models.errors import UserError, nearest
@@ -71,6 +72,15 @@ def natural(text: str) -> int:
     if not text.isdecimal():
         raise argparse.ArgumentTypeError(f"got {text!r}, expected a whole number of at least 0")
     return int(text)
+
+
+@contextmanager
+def writing(option: str) -> Iterator[None]:
+    """A place that cannot be written, as an error that names it; `option` is the flag with its value."""
+    try:
+        yield
+    except OSError as error:
+        raise UserError(f"{option}: cannot be written ({error.strerror}).") from error
 
 
 def finish(prog: str, run: Callable[[], int]) -> int:

@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mm_models.cli.parser import StrictParser, natural, positive
+from mm_models.cli.parser import StrictParser, natural, positive, writing
 from mm_models.errors import UserError
 
 if TYPE_CHECKING:
@@ -103,11 +103,9 @@ def main(arguments: Sequence[str]) -> int:
     if args.html:
         from mm_models.cli.view_html import page
 
-        try:
+        with writing(f"--html {args.html}"):
             Path(args.html).parent.mkdir(parents=True, exist_ok=True)
             Path(args.html).write_text(page(views), encoding="utf-8")
-        except OSError as error:
-            raise UserError(f"--html {args.html}: cannot be written ({error.strerror}).") from error
         print(f"{args.html}: {', '.join(view.title for view in views)}")
     else:
         for view in views:
